@@ -1,0 +1,19 @@
+"""The base of every config section, and the field types they share. Imports no JAX."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+# YAML has lists only; strict mode would refuse a list where a tuple is declared.
+Ints = Annotated[tuple[int, ...], Field(strict=False)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """One section of the experiment file: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)

@@ -1,0 +1,22 @@
+"""Which implementation serves each op, and block sizes. Imports no JAX."""
+
+from typing import Literal
+
+from k3train.config.section import Positive, Section
+
+
+class KernelsConfig(Section):
+    """One named implementation an op; ``auto`` is resolved once at start and printed."""
+
+    kda: Literal["auto", "chunked", "recurrent"] = "auto"
+    kda_chunk: Positive = 64
+    """Tokens in a chunk of the chunked delta rule."""
+    attention: Literal["auto", "blockwise", "reference"] = "auto"
+    attention_block: Positive = 512
+    """Query rows scored at a time by the blockwise form."""
+    grouped_matmul: Literal["auto", "blocked", "reference"] = "auto"
+    grouped_matmul_block: Positive = 128
+    """Rows in a block of the blocked form; each expert's group is padded to a multiple."""
+    cross_entropy: Literal["auto", "chunked", "reference"] = "auto"
+    cross_entropy_chunk: Positive = 8192
+    """Vocabulary entries scored at a time by the chunked form."""

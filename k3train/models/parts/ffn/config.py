@@ -1,0 +1,25 @@
+"""Gated feed-forward networks: activation, sizes and counts (k3-facts 5.2). Imports no JAX."""
+
+from typing import Literal
+
+from k3train.config.section import Positive, PositiveFloat, Section
+
+
+class ActivationConfig(Section):
+    """Gated activation: SiTU-GLU (K3) or SwiGLU (Kimi-Linear)."""
+
+    kind: Literal["situ", "swiglu"] = "situ"
+    beta: PositiveFloat = 4.0
+    """Bound of the gate branch (SiTU)."""
+    linear_beta: PositiveFloat | None = 25.0
+    """Bound of the linear branch (SiTU); none leaves it unbounded."""
+
+
+class FFNConfig(Section):
+    """The dense feed-forward network of the layers without experts."""
+
+    intermediate_size: Positive
+
+    def parameters(self, hidden: int) -> int:
+        """Trainable elements: gate, up and down."""
+        return 3 * hidden * self.intermediate_size

@@ -1,0 +1,38 @@
+"""Mixture of experts, in a latent space or not: sizes and counts (k3-facts 5). Imports no JAX."""
+
+from k3train.config.section import NonNegative, Positive, Section
+from k3train.models.parts.router.config import RouterConfig
+
+
+class MoEConfig(Section):
+    """Routed experts of width ``intermediate_size``, shared experts, and the latent space between."""
+
+    num_experts: Positive
+    top_k: Positive
+    intermediate_size: Positive
+    num_shared: NonNegative = 0
+    """Shared experts; they act as one network of ``num_shared`` times the expert width."""
+    latent_size: Positive | None = None
+    """Width in which experts live (Stable LatentMoE); none keeps the hidden width."""
+    latent_norm: bool = True
+    """RMSNorm after the experts' weighted sum, before the way back up (latent form only)."""
+    router: RouterConfig = RouterConfig()
+
+    def expert_width(self, hidden: int) -> int:
+        """Width of an expert's input and output."""
+        return self.latent_size or hidden
+
+    def _shared_matmul(self, hidden: int) -> int:
+        """Weights every token meets: router, latent maps and shared experts."""
+        latent = 2 * hidden * self.latent_size if self.latent_size else 0
+        return hidden * self.num_experts + latent + 3 * hidden * self.num_shared * self.intermediate_size
+
+    def matmul_parameters(self, hidden: int) -> int:
+        """Weights that one token is multiplied by: the chosen experts' and the common ones."""
+        return self._shared_matmul(hidden) + self.top_k * 3 * self.expert_width(hidden) * self.intermediate_size
+
+    def parameters(self, hidden: int) -> int:
+        """Trainable elements (the router bias is not: it is balanced, not learned)."""
+        experts = self.num_experts * 3 * self.expert_width(hidden) * self.intermediate_size
+        norm = self.latent_size if self.latent_size and self.latent_norm else 0
+        return self._shared_matmul(hidden) + experts + norm

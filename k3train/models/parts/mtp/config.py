@@ -1,0 +1,14 @@
+"""Multi-token prediction: one more layer that predicts the token after next (DeepSeek-V3 form). Imports no JAX."""
+
+from typing import Literal
+
+from k3train.config.section import NonNegative, Section
+
+
+class MTPConfig(Section):
+    """One prediction layer: norm both inputs, concatenate, project, one decoder layer, the shared head."""
+
+    mixer: Literal["kda", "mla"] = "mla"
+    ffn: Literal["dense", "moe"] = "moe"
+    loss_weight: float = 0.3
+    depth: NonNegative = 1

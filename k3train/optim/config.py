@@ -1,0 +1,85 @@
+"""The optim section: schedule, Muon, AdamW, clipping and balancing. Imports no JAX."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from k3train.config.section import Fraction, NonNegative, Positive, PositiveFloat, Section
+
+
+class ScheduleConfig(Section):
+    """Learning-rate factor as a function of tokens seen (1 at the peak)."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: Fraction = 0.01
+    """Share of the run's tokens over which the factor rises from 0 to 1."""
+    decay: Fraction = 0.2
+    """Share of the run's tokens over which wsd falls at the end."""
+    decay_shape: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Form of wsd's fall."""
+    final: Fraction = 0.1
+    """Factor at the end."""
+
+
+class MuonConfig(Section):
+    """Per-Head Muon for matrices (k3-facts 9.1)."""
+
+    lr: PositiveFloat = 2e-3
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    steps: Positive = 5
+    """Newton-Schulz iterations."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the Newton-Schulz products."""
+    per_head: bool = True
+    """Orthogonalise each head's block of q, k, v (and MLA's up-projections) by itself."""
+
+
+class AdamWConfig(Section):
+    """AdamW for embeddings, head, vectors and convolutions."""
+
+    lr: PositiveFloat = 2e-3
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = 0.1
+    """On arrays that decay (matrices and tables); vectors never do."""
+
+
+class BalanceConfig(Section):
+    """Router-bias update after every step."""
+
+    kind: Literal["quantile", "sign", "none"] = "quantile"
+    bins: Positive = 1000
+    """Histogram bins of the quantile form."""
+    rate: PositiveFloat = 1e-3
+    """Step of the sign form."""
+    ema: Fraction | None = None
+    """Weight of the old bias in the new one (quantile form)."""
+
+
+class OptimConfig(Section):
+    """Which array is updated how."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    matrices: Literal["muon", "adamw"] = "muon"
+    """Optimizer of the matrices; everything else is AdamW's."""
+    muon: MuonConfig = MuonConfig()
+    adamw: AdamWConfig = AdamWConfig()
+    clip_norm: PositiveFloat | None = 1.0
+    """Global gradient norm above which all gradients are scaled down."""
+    qk_clip: PositiveFloat | None = 100.0
+    """Largest attention logit a head may reach before its query and key weights shrink (tau)."""
+    balance: BalanceConfig = BalanceConfig()
+    ema: Fraction | None = None
+    """Decay of a moving average of the weights kept beside them; none keeps none."""
+    skip_nonfinite: NonNegative = 0
+    """Steps with a non-finite loss or gradient that may be skipped in a row before exit 40."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "OptimConfig":
+        s = self.schedule
+        if s.kind == "wsd" and s.warmup + s.decay > 1:
+            raise ValueError("schedule.warmup + schedule.decay must not exceed 1")
+        return self

@@ -1,0 +1,54 @@
+"""The train and eval sections: batch, budget, precision, memory. Imports no JAX."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from k3train.config.section import NonNegative, Positive, Section, Strings
+
+
+class TrainConfig(Section):
+    """What one optimizer step is, and how many there are."""
+
+    global_batch: Positive
+    """Rows (sequences) in one optimizer step, over all devices."""
+    steps: Positive | None = None
+    """Optimizer steps of the whole run; or give ``tokens``."""
+    tokens: Positive | None = None
+    """Nominal tokens (rows x length) of the whole run; or give ``steps``."""
+    accumulation: Positive = 1
+    """Microbatches in which a step's rows are worked through."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of activations and of the weights' working copy; master weights are float32."""
+    remat: Literal["full", "none"] = "full"
+    """What the backward pass recomputes: each layer whole, or nothing."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition of the output."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "TrainConfig":
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("train takes either steps or tokens")
+        if self.global_batch % self.accumulation:
+            raise ValueError(f"train.accumulation {self.accumulation} must divide train.global_batch {self.global_batch}")
+        return self
+
+
+class EvalConfig(Section):
+    """Held-out loss during training."""
+
+    every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    max_rows: Positive | None = None
+    """Held-out rows read at most; none reads all."""
+
+
+class SampleConfig(Section):
+    """Text the model writes during training."""
+
+    prompts: Strings = ()
+    every: NonNegative = 0
+    """Steps between samples; 0 samples at the end only."""
+    tokens: Positive = 200
+    temperature: float = 0.8
+    top_p: float = 0.95
