@@ -1,0 +1,28 @@
+"""Settings under which every test runs: CPU, four forced devices, strict dtypes and ranks."""
+
+import os
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("K3TRAIN_TEST_PLATFORM", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+# Compilation dominates the tests; the cache only shortens a second run.
+_cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3train" / f"jax-{jax.__version__}"
+jax.config.update("jax_compilation_cache_dir", str(_cache))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
