@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import NonNegative, Positive, Section, Strings
+from k3train.config.section import Count, NonNegative, Positive, Section, Strings
 
 
 class TrainConfig(Section):
@@ -14,8 +14,8 @@ class TrainConfig(Section):
     """Rows (sequences) in one optimizer step, over all devices."""
     steps: Positive | None = None
     """Optimizer steps of the whole run; or give ``tokens``."""
-    tokens: Positive | None = None
-    """Nominal tokens (rows x length) of the whole run; or give ``steps``."""
+    tokens: Count | None = None
+    """Nominal tokens (rows x length) of the whole run, as 2.0B or 256Ki if you like; or give ``steps``."""
     accumulation: Positive = 1
     """Microbatches in which a step's rows are worked through."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

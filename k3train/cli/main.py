@@ -1,0 +1,99 @@
+"""The command line: finds the command, imports only its module, and turns errors into exit codes."""
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+
+from k3train import __version__
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+
+COMMANDS = {
+    "train": "train the model an experiment file describes, or go on with it",
+    "evaluate": "held-out loss of a run's checkpoint",
+    "generate": "let a run's checkpoint write text",
+    "data": "prepare and inspect token stores",
+    "config": "show, check or describe experiment files",
+    "test": "what CI runs: lint, format, types, tests",
+}
+INTERRUPTED = 130
+
+
+def entry() -> None:
+    """The ``k3train`` program."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns the exit code (``config/exit_codes.py``)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        module, args = _parse(argv)
+        code = int(module.run(args))
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # argparse: 0 after --help, 2 after a usage error
+        return end.code if isinstance(end.code, int) else int(ExitCode.BUG)
+    except UserError as error:
+        print(f"k3train: error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("k3train: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) left: nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FINISHED)
+    except Exception:
+        traceback.print_exc()
+        return int(ExitCode.BUG)
+
+
+def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    if not argv or argv[0].startswith("-"):
+        top = _top_parser()
+        top.parse_args(argv)
+        top.print_usage(sys.stderr)
+        raise SystemExit(ExitCode.USAGE)
+    name, *rest = argv
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        _top_parser().error(f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
+    module = _module(name)
+    parser = argparse.ArgumentParser(prog=f"k3train {name}", description=COMMANDS[name].capitalize() + ".")
+    module.add_arguments(parser)
+    return module, parser.parse_args(rest)
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    top = argparse.ArgumentParser(
+        prog="k3train", usage="k3train COMMAND ...", description="Pretrain models of the Kimi K3 family in JAX.",
+        epilog=f"commands:\n{listing}\n\n`k3train COMMAND --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"k3train {__version__}")
+    return top
+
+
+def _module(name: str) -> ModuleType:
+    """The command's module; imported here and not above, so that ``--help`` costs no JAX."""
+    match name:
+        case "train":
+            from k3train.cli import train as module
+        case "evaluate":
+            from k3train.cli import evaluate as module
+        case "generate":
+            from k3train.cli import generate as module
+        case "data":
+            from k3train.cli import data as module
+        case "config":
+            from k3train.cli import config as module
+        case _:
+            from k3train.cli import test as module
+    return module

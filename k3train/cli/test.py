@@ -1,0 +1,52 @@
+"""``k3train test``: what CI runs, each step timed; the first failure does not hide the later ones."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what pytest receives."""
+    parser.add_argument("pytest", nargs="*", metavar="PYTEST_ARG", help="passed to pytest; put -- before options")
+
+
+def steps(pytest_args: list[str]) -> dict[str, list[str]]:
+    """Command lines of the steps, by name, in order; pytest comes last so that its closing line ends the output."""
+    python = sys.executable
+    return {
+        "ruff check": [python, "-m", "ruff", "check", "."],
+        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
+        "pyright": [python, "-m", "pyright"],
+        "pytest": [python, "-m", "pytest", *pytest_args],
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs every step in the repository; 1 where any failed.
+
+    Raises:
+      UserError: where k3train was not installed from its repository, which holds the tests.
+    """
+    if not (ROOT / "tests").is_dir():
+        raise UserError("k3train test runs in the repository: clone it and use scripts/k3train test", ExitCode.SETUP)
+    # Pyright's wrapper would ask the registry for a newer release at every start.
+    environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    failed, times = [], []
+    for name, command in steps(args.pytest).items():
+        print(f"== {name}", flush=True)
+        start = time.perf_counter()
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            failed.append(name)
+        times.append(f"{name} {time.perf_counter() - start:.1f} s")
+    print("== " + ", ".join(times))
+    if failed:
+        print(f"== failed: {', '.join(failed)}")
+    return int(ExitCode.BUG if failed else ExitCode.FINISHED)
