@@ -1,0 +1,51 @@
+"""Causal softmax attention over packed documents: the typed entry of the op.
+
+Letters in shape comments: B rows, T tokens, H heads, Q key width, V value width.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from k3train.kernels.attention import blockwise, reference
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    segment_ids: jax.Array | None = None,
+    implementation: Literal["auto", "blockwise", "reference"] = "auto",
+    block: int = 512,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention in which a token sees itself and earlier tokens of its own document (k3-facts 3).
+
+    Args:
+      q: [B, T, H, Q] queries.
+      k: [B, T, H, Q] keys, of the dtype of ``q``.
+      v: [B, T, H, V] values; V may differ from Q.
+      scale: factor on the scores before the softmax.
+      segment_ids: [B, T] int, documents of a row numbered from 1, 0 for padding; one document if absent.
+      implementation: ``auto`` is ``blockwise``.
+      block: query rows scored at a time (blockwise).
+
+    Returns:
+      (o, max_logit): o [B, T, H, V] wide (float32, or float64 for float64 inputs), zero on padding;
+      max_logit [H] wide, the greatest scaled score over the pairs that may attend, 0 where there is no
+      such pair. No gradient flows through max_logit.
+
+    Raises:
+      ValueError: where keys are not as many as queries.
+    """
+    if k.shape[:3] != q.shape[:3] or v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"attention needs as many keys as queries, got {q.shape}, {k.shape}, {v.shape}")
+    if segment_ids is None:
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    match implementation:
+        case "reference":
+            return reference.attention(q, k, v, segment_ids, scale)
+        case "auto" | "blockwise":
+            return blockwise.attention(q, k, v, segment_ids, scale, block)

@@ -1,0 +1,126 @@
+"""Blockwise attention equals the written-out form, forward and gradients, on packed rows of any length."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3train.kernels.attention.api import attention
+
+HEADS, KEY, VALUE = 2, 6, 4
+
+
+def inputs(rows, tokens, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    q, k = rng.normal(size=(2, rows, tokens, HEADS, KEY)).astype(np.float32)
+    v, do = rng.normal(size=(2, rows, tokens, HEADS, VALUE)).astype(np.float32)
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(do)
+
+
+def segments(rows, tokens, seed=1):
+    """Documents of random lengths, the last row ending in padding."""
+    rng = np.random.default_rng(seed)
+    ids = np.cumsum(rng.random((rows, tokens)) < 0.2, axis=1) + 1
+    ids[-1, -(tokens // 3) :] = 0
+    return jnp.asarray(ids, jnp.int32)
+
+
+def value_and_grads(qkv, do, segment_ids, implementation, block=512):
+    def loss(q, k, v):
+        o, top = attention(q, k, v, scale=0.4, segment_ids=segment_ids, implementation=implementation, block=block)
+        return jnp.sum(o * do), (o, top)
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*qkv)
+    return *out, *grads
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block", "packed"),
+    [(1, 512, False), (7, 512, True), (16, 4, True), (37, 8, False), (45, 4, True)],
+)
+def test_blockwise_equals_reference(tokens, block, packed):
+    qkv, do = inputs(2, tokens)
+    ids = segments(2, tokens) if packed else None
+    got = value_and_grads(qkv, do, ids, "blockwise", block)
+    want = value_and_grads(qkv, do, ids, "reference")
+    for name, g, w in zip(("o", "max_logit", "dq", "dk", "dv"), got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=5e-6, err_msg=name)
+
+
+def test_padding_gives_zeros_and_an_empty_batch_is_finite():
+    qkv, do = inputs(1, 9)
+    ids = jnp.asarray([[1, 1, 1, 1, 0, 0, 0, 0, 0]], jnp.int32)
+    for implementation in ("blockwise", "reference"):
+        o, top, *grads = value_and_grads(qkv, do, ids, implementation, 4)
+        assert not np.any(np.asarray(o)[:, 4:])
+        assert all(not np.any(np.asarray(g)[:, 4:]) for g in grads)
+        o, top, *grads = value_and_grads(qkv, do, jnp.zeros_like(ids), implementation, 4)
+        assert all(not np.any(np.asarray(x)) for x in (o, top, *grads))
+
+
+def test_packed_equals_separate_documents():
+    lengths = [1, 4, 5]
+    qkv, do = inputs(1, sum(lengths))
+    ids = jnp.asarray(np.repeat(np.arange(1, 4), lengths)[None], jnp.int32)
+    o, top, *grads = value_and_grads(qkv, do, ids, "blockwise", 4)
+    start, tops = 0, []
+    for length in lengths:
+        part = slice(start, start + length)
+        o1, top1, *grads1 = value_and_grads(tuple(x[:, part] for x in qkv), do[:, part], None, "blockwise", 4)
+        tops.append(top1)
+        for got, want in zip((o, *grads), (o1, *grads1), strict=True):
+            np.testing.assert_allclose(np.asarray(got)[:, part], want, rtol=2e-5, atol=2e-6)
+        start += length
+    np.testing.assert_allclose(top, np.max(tops, axis=0), rtol=1e-6)
+
+
+def test_max_logit_is_of_valid_pairs_only_and_carries_no_gradient():
+    (q, k, v), _ = inputs(1, 12)
+    k = k.at[:, 7].multiply(100.0)  # seen from token 7 on, in document 2 only
+    ids = jnp.asarray([[1] * 6 + [2] * 6], jnp.int32)
+    _, top = attention(q, k, v, scale=0.4, segment_ids=ids, block=4)
+    scores = 0.4 * np.einsum("thd,shd->hts", q[0], k[0])
+    want = np.maximum(
+        np.where(np.tri(6, dtype=bool), scores[:, :6, :6], -np.inf).max((1, 2)),
+        np.where(np.tri(6, dtype=bool), scores[:, 6:, 6:], -np.inf).max((1, 2)),
+    )
+    np.testing.assert_allclose(top, want, rtol=1e-5)
+    grad = jax.grad(lambda q: jnp.sum(attention(q, k, v, scale=0.4, block=4)[1]))(q)
+    assert not np.any(np.asarray(grad))
+
+
+def test_later_tokens_leave_earlier_outputs_bit_equal():
+    (q, k, v), _ = inputs(1, 40)
+    run = jax.jit(lambda q, k, v: attention(q, k, v, scale=0.4, block=8)[0])
+    before = np.asarray(run(q, k, v))
+    for t in (39, 17, 8):
+        after = np.asarray(run(q.at[:, t].add(1.0), k.at[:, t].add(1.0), v.at[:, t].add(1.0)))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert np.any(after[:, t:] != before[:, t:])
+
+
+def test_bfloat16_is_close_to_the_same_inputs_in_float32():
+    qkv, do = inputs(2, 40, dtype=jnp.bfloat16)
+    got = value_and_grads(qkv, do, None, "blockwise", 16)
+    want = value_and_grads(tuple(x.astype(jnp.float32) for x in qkv), do, None, "reference")
+    assert got[0].dtype == jnp.float32
+    for g, w, limit in zip(got, want, (8e-3, 8e-3, 1e-2, 1e-2, 1e-2), strict=True):
+        error = np.asarray(g, np.float32) - np.asarray(w)
+        assert np.linalg.norm(error) <= limit * np.linalg.norm(np.asarray(w))
+
+
+def test_no_square_of_scores_is_held():
+    tokens, block = 256, 32
+    qkv, do = inputs(1, tokens)
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (np.prod(v.aval.shape) for v in eqn.outvars)
+            for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    yield from sizes(sub)
+
+    loss = lambda q, k, v: jnp.sum(attention(q, k, v, scale=0.4, block=block)[0] * do)  # noqa: E731
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
+    assert max(sizes(jaxpr.jaxpr)) <= HEADS * block * tokens
