@@ -1,15 +1,24 @@
 """The experiment file: nests the rooms' sections and checks what concerns several of them. Imports no JAX."""
 
+from collections.abc import Iterator
+
+from pydantic import model_validator
+
 from k3train.checkpoint.config import CheckpointConfig
+from k3train.config.rules import Fault, RuleError
 from k3train.config.section import Section
 from k3train.data.config import DataConfig
 from k3train.kernels.config import KernelsConfig
 from k3train.metrics.config import MetricsConfig
 from k3train.models.config import ModelConfig
+from k3train.models.rules import model_faults
 from k3train.optim.config import OptimConfig
 from k3train.parallel.config import MeshConfig
 from k3train.run.config import RunConfig
 from k3train.train.config import EvalConfig, SampleConfig, TrainConfig
+
+BYTES_VOCABULARY = 259
+"""Ids of the byte tokenizer: padding, beginning, end, and 256 bytes."""
 
 
 class Experiment(Section):
@@ -26,3 +35,176 @@ class Experiment(Section):
     eval: EvalConfig = EvalConfig()
     sample: SampleConfig = SampleConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _rules(self) -> "Experiment":
+        faults = [fault for rule in RULES for fault in rule(self)]
+        if faults:
+            raise RuleError(faults)
+        return self
+
+
+def model_rules(e: Experiment) -> Iterator[Fault]:
+    """The model's own sections fit together."""
+    yield from model_faults(e.model)
+
+
+def vocabulary(e: Experiment) -> Iterator[Fault]:
+    """Every id the tokenizer may give has a row in the embedding table."""
+    if e.data.tokenizer.kind == "bytes" and e.model.vocab_size < BYTES_VOCABULARY:
+        yield Fault(
+            ("model.vocab_size", "data.tokenizer.kind"),
+            f"the byte tokenizer has {BYTES_VOCABULARY} ids, the model {e.model.vocab_size}",
+            f"set model.vocab_size to {BYTES_VOCABULARY} or more",
+        )
+
+
+def sequence_and_chunk(e: Experiment) -> Iterator[Fault]:
+    """A row holds at least one chunk of the chunked delta rule."""
+    chunked = bool(e.model.layers.kda) and e.kernels.kda != "recurrent"
+    if chunked and e.data.sequence_length < e.kernels.kda_chunk:
+        yield Fault(
+            ("data.sequence_length", "kernels.kda_chunk"),
+            f"rows of {e.data.sequence_length} tokens are shorter than a chunk of {e.kernels.kda_chunk}",
+            f"lengthen the rows, or set kernels.kda_chunk to {e.data.sequence_length} or less",
+        )
+
+
+def batch_over_devices(e: Experiment) -> Iterator[Fault]:
+    """Each microbatch splits evenly over the devices that share the batch (those known before the run starts)."""
+    known = {f"mesh.{name}": size for name, size in (("data", e.mesh.data), ("fsdp", e.mesh.fsdp)) if size > 1}
+    rows = e.train.global_batch // e.train.accumulation
+    devices = 1
+    for size in known.values():
+        devices *= size
+    if rows % devices:
+        yield Fault(
+            ("train.global_batch", "train.accumulation", *known),
+            f"{e.train.global_batch} rows in {e.train.accumulation} microbatches are {rows} at a time, "
+            f"which {devices} devices cannot share evenly",
+            f"make train.global_batch a multiple of {devices * e.train.accumulation}, or change accumulation or the mesh",
+        )
+
+
+def hidden_over_fsdp(e: Experiment) -> Iterator[Fault]:
+    """Parameters are cut along the hidden width."""
+    if e.mesh.fsdp > 1 and e.model.hidden_size % e.mesh.fsdp:
+        yield Fault(
+            ("mesh.fsdp", "model.hidden_size"),
+            f"a hidden width of {e.model.hidden_size} does not divide over {e.mesh.fsdp} shards",
+            "set mesh.fsdp to a divisor of model.hidden_size, and give the other devices to mesh.data",
+        )
+
+
+def budget(e: Experiment) -> Iterator[Fault]:
+    """The token budget holds at least one step."""
+    step = e.train.global_batch * e.data.sequence_length
+    if e.train.tokens is not None and e.train.tokens < step:
+        yield Fault(
+            ("train.tokens", "train.global_batch", "data.sequence_length"),
+            f"{e.train.tokens:,} tokens are less than one step of {step:,}",
+            f"give at least {step:,} tokens, or a smaller batch",
+        )
+
+
+def balancing(e: Experiment) -> Iterator[Fault]:
+    """Quantile balancing needs a cut-off: the best score that was not chosen."""
+    moe = e.model.moe
+    if moe is not None and e.optim.balance.kind == "quantile" and moe.top_k == moe.num_experts:
+        yield Fault(
+            ("model.moe.top_k", "model.moe.num_experts", "optim.balance.kind"),
+            f"all {moe.num_experts} experts serve every token, so there is nothing to balance",
+            "set optim.balance.kind: none, or a smaller top_k",
+        )
+
+
+def held_out(e: Experiment) -> Iterator[Fault]:
+    """Evaluation needs documents that are held out, and training some that are not."""
+    if e.eval.every and not e.data.holdout:
+        yield Fault(
+            ("eval.every", "data.holdout"),
+            "no document is held out to evaluate on",
+            "set data.holdout above 0 (0.01 holds out one in a hundred), or eval.every: 0",
+        )
+    if e.data.holdout == 1:
+        yield Fault(("data.holdout",), "every document is held out, none is left to train on", "set it below 1")
+
+
+def samples(e: Experiment) -> Iterator[Fault]:
+    """Samples need prompts, and numbers a sampler can use."""
+    if e.sample.every and not e.sample.prompts:
+        yield Fault(
+            ("sample.every", "sample.prompts"),
+            "there is no prompt to go on from",
+            "give sample.prompts a list of texts, or set sample.every: 0",
+        )
+    if not 0 < e.sample.top_p <= 1:
+        yield Fault(("sample.top_p",), f"{e.sample.top_p} is no probability", "set it in (0, 1]; 1 keeps every token")
+    if e.sample.temperature < 0:
+        yield Fault(
+            ("sample.temperature",), f"{e.sample.temperature} is negative", "set 0 (the likeliest token) or more"
+        )
+
+
+def start(e: Experiment) -> Iterator[Fault]:
+    """The run starts from one place."""
+    path, _, step = e.run.resume.rpartition("@")
+    if e.run.resume not in ("auto", "must", "never") and not (path and step.isdigit()):
+        yield Fault(
+            ("run.resume",),
+            f"{e.run.resume!r} is no way to resume",
+            "write auto, must, never, or PATH@STEP (runs/other@1000)",
+        )
+    elif e.run.init_from is not None and e.run.resume not in ("auto", "never"):
+        yield Fault(
+            ("run.init_from", "run.resume"),
+            "both say what the run begins with",
+            "drop run.init_from, or set run.resume to auto or never",
+        )
+
+
+def moments(e: Experiment) -> Iterator[Fault]:
+    """A moving average with decay 1 never moves."""
+    o = e.optim
+    for key, value in (
+        ("muon.momentum", o.muon.momentum),
+        ("adamw.b1", o.adamw.b1),
+        ("adamw.b2", o.adamw.b2),
+        ("ema", o.ema),
+        ("balance.ema", o.balance.ema),
+    ):
+        if value == 1:
+            yield Fault((f"optim.{key}",), "with decay 1 the average never moves", "set it below 1")
+
+
+def intervals(e: Experiment) -> Iterator[Fault]:
+    """Times and spans are what they are meant to be."""
+    if e.checkpoint.every_minutes is not None and e.checkpoint.every_minutes <= 0:
+        yield Fault(
+            ("checkpoint.every_minutes",),
+            f"{e.checkpoint.every_minutes} minutes pass at once",
+            "set minutes above 0, or null to save by steps alone",
+        )
+    span = e.metrics.profile_steps
+    if span and (len(span) != 2 or not 0 <= span[0] <= span[1]):
+        yield Fault(
+            ("metrics.profile_steps",),
+            f"{list(span)} is no span of steps",
+            "give the first and the last step, as in [10, 12]",
+        )
+
+
+RULES = (
+    model_rules,
+    vocabulary,
+    sequence_and_chunk,
+    batch_over_devices,
+    hidden_over_fsdp,
+    budget,
+    balancing,
+    held_out,
+    samples,
+    start,
+    moments,
+    intervals,
+)

@@ -10,7 +10,10 @@ HELP = "show, check or describe experiment files"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in (("show", "print every value and where it was written"), ("validate", "check, and say nothing more")):
+    for name, text in (
+        ("show", "print every value and where it was written"),
+        ("validate", "check, and say nothing more"),
+    ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("file", help="experiment file (YAML)")
         action.add_argument("overrides", nargs="*", metavar="key=value", help="values that go before the file's")

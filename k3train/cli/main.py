@@ -62,7 +62,9 @@ def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
     name, *rest = argv
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        _top_parser().error(f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"))
+        _top_parser().error(
+            f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}")
+        )
     module = _module(name)
     parser = argparse.ArgumentParser(prog=f"k3train {name}", description=COMMANDS[name].capitalize() + ".")
     module.add_arguments(parser)
@@ -73,7 +75,9 @@ def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     top = argparse.ArgumentParser(
-        prog="k3train", usage="k3train COMMAND ...", description="Pretrain models of the Kimi K3 family in JAX.",
+        prog="k3train",
+        usage="k3train COMMAND ...",
+        description="Pretrain models of the Kimi K3 family in JAX.",
         epilog=f"commands:\n{listing}\n\n`k3train COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

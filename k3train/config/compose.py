@@ -91,8 +91,11 @@ def _override(text: str, root: Node) -> Node:
         raise UserError("override 'extends': only a file can extend another", ExitCode.USAGE)
     at, depth = find(root, names)
     if isinstance(at.value, list) and depth < len(names):
-        raise UserError(f"override {text!r}: {'.'.join(names[:depth])} is a list; give the whole list: "
-                        f"{'.'.join(names[:depth])}=[...]", ExitCode.USAGE)
+        raise UserError(
+            f"override {text!r}: {'.'.join(names[:depth])} is a list; give the whole list: "
+            f"{'.'.join(names[:depth])}=[...]",
+            ExitCode.USAGE,
+        )
     node = _relabel(read_text(value, f"override {text!r}", lines=False))
     for name in reversed(names):
         node = Node({name: node}, COMMAND_LINE)

@@ -15,7 +15,9 @@ Count = Annotated[
     int,
     Field(gt=0),
     BeforeValidator(parse_count),
-    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": COUNT_PATTERN}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": COUNT_PATTERN}]}
+    ),
 ]
 # YAML has lists only; strict mode would refuse a list where a tuple is declared.
 Ints = Annotated[tuple[int, ...], Field(strict=False)]

@@ -25,7 +25,9 @@ def parse_count(value: object) -> object:
     if not isinstance(value, str):
         return value
     if not re.match(COUNT_PATTERN, value):
-        raise ValueError(f"{value!r} is no count: write digits, or digits with K, M, B, T (x1000) or Ki, Mi, Gi, Ti (x1024)")
+        raise ValueError(
+            f"{value!r} is no count: write digits, or digits with K, M, B, T (x1000) or Ki, Mi, Gi, Ti (x1024)"
+        )
     digits = value.rstrip("kKMBGTi")
     exact = Decimal(digits) * _FACTORS[value[len(digits) :]]
     if exact != exact.to_integral_value():

@@ -103,7 +103,9 @@ def read_text(text: str, name: str, lines: bool = True) -> Node:
         raise UserError(f"{place}: not valid YAML: {_problem(error, text)}") from None
     except yaml.reader.ReaderError as error:
         place = f"{name}:{text.count(chr(10), 0, error.position) + 1}" if lines else name
-        raise UserError(f"{place}: a control character (code {ord(text[error.position])}) is not allowed in YAML") from None
+        raise UserError(
+            f"{place}: a control character (code {ord(text[error.position])}) is not allowed in YAML"
+        ) from None
     if root is None:
         return Node(None, f"{name}:1" if lines else name)
     return _Converter(name, lines).convert(root, None)

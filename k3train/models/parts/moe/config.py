@@ -22,17 +22,27 @@ class MoEConfig(Section):
         """Width of an expert's input and output."""
         return self.latent_size or hidden
 
-    def _shared_matmul(self, hidden: int) -> int:
-        """Weights every token meets: router, latent maps and shared experts."""
-        latent = 2 * hidden * self.latent_size if self.latent_size else 0
-        return hidden * self.num_experts + latent + 3 * hidden * self.num_shared * self.intermediate_size
+    def products(self, hidden: int) -> dict[str, int]:
+        """Weights of the matrices, by kind: router, latent, shared, and all routed experts."""
+        return {
+            "router": hidden * self.num_experts,
+            "latent": 2 * hidden * self.latent_size if self.latent_size else 0,
+            "shared": 3 * hidden * self.num_shared * self.intermediate_size,
+            "experts": self.num_experts * 3 * self.expert_width(hidden) * self.intermediate_size,
+        }
+
+    def idle(self, hidden: int) -> int:
+        """Weights of the routed experts that one token does not use."""
+        return (self.num_experts - self.top_k) * 3 * self.expert_width(hidden) * self.intermediate_size
 
     def matmul_parameters(self, hidden: int) -> int:
         """Weights that one token is multiplied by: the chosen experts' and the common ones."""
-        return self._shared_matmul(hidden) + self.top_k * 3 * self.expert_width(hidden) * self.intermediate_size
+        return sum(self.products(hidden).values()) - self.idle(hidden)
+
+    def norm_parameters(self) -> int:
+        """Weights of the norm after the combine."""
+        return self.latent_size if self.latent_size and self.latent_norm else 0
 
     def parameters(self, hidden: int) -> int:
         """Trainable elements (the router bias is not: it is balanced, not learned)."""
-        experts = self.num_experts * 3 * self.expert_width(hidden) * self.intermediate_size
-        norm = self.latent_size if self.latent_size and self.latent_norm else 0
-        return self._shared_matmul(hidden) + experts + norm
+        return sum(self.products(hidden).values()) + self.norm_parameters()
