@@ -21,8 +21,8 @@ def resolve_resume(resume: str, run_dir: Path) -> Found | None:
     """The checkpoint that ``run.resume`` names; None starts anew.
 
     Args:
-      resume: ``auto`` (newest of the run's own folder, if any), ``must`` (that, or an error), ``never`` (start anew, and
-        refuse a folder that holds checkpoints, since nothing is ever deleted), or ``PATH@STEP`` / ``PATH@latest``.
+      resume: ``auto`` (newest of the run's own folder, if any), ``must`` (that, or an error), ``never`` (start anew,
+        and refuse a folder that holds checkpoints, since nothing is ever deleted), or ``PATH@STEP`` / ``PATH@latest``.
       run_dir: the run's folder.
 
     Raises:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from k3train.checkpoint import layout, manager as manager_module
+from k3train.checkpoint import layout
+from k3train.checkpoint import manager as manager_module
 from k3train.checkpoint.config import CheckpointConfig
 from k3train.checkpoint.errors import CheckpointRefused, SaveFailed
 from k3train.checkpoint.manager import CheckpointManager, restore_subtree
@@ -178,7 +179,7 @@ def test_an_async_failure_surfaces_once(manager, monkeypatch):
     manager.save(5, state, META, block=True)
     monkeypatch.setattr(manager_module, "write_manifest", full)
     manager.save(10, state, META)
-    with pytest.raises(SaveFailed, match="step 10 failed.*No space left") as caught:
+    with pytest.raises(SaveFailed, match=r"step 10 failed.*No space left") as caught:
         while not manager.poll():
             pass
     assert caught.value.exit_code == ExitCode.SAVE_FAILED and caught.value.step == 10

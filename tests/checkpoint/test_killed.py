@@ -1,0 +1,59 @@
+"""kill -9 in the middle of a save: the previous checkpoint stays usable, the leftover is in nobody's way."""
+
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from k3train.checkpoint.config import CheckpointConfig
+from k3train.checkpoint.manager import CheckpointManager
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import jax, numpy as np
+from k3train.checkpoint import manager as module
+from k3train.checkpoint.config import CheckpointConfig
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+directory, moment = Path(sys.argv[1]), sys.argv[2]
+manager = module.CheckpointManager(directory, CheckpointConfig())
+state = {"w": jax.device_put(np.random.default_rng(0).normal(size=(1024, 4096)).astype(np.float32))}
+manager.save(1, state, {"step": 1}, block=True)
+if moment == "before the manifest":
+    module.write_manifest = die
+    manager.save(2, state, {"step": 2}, block=True)
+else:
+    manager.save(2, state, {"step": 2})
+    while not any("tmp" in entry.name for entry in directory.iterdir()):
+        pass
+    die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["while Orbax writes", "before the manifest"])
+def test_kill_during_save(tmp_path, moment):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), moment],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    notes = []
+    manager = CheckpointManager(tmp_path, CheckpointConfig(), note=notes.append)
+    assert manager.steps() == [1] and manager.newest_good() == 1
+    leftovers = [entry.name for entry in tmp_path.iterdir() if entry.name != "1"]
+    assert leftovers and all(name.startswith("2") for name in leftovers)
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    abstract = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32, sharding=sharding)}
+    state, meta = manager.restore(1, abstract)
+    wanted = np.random.default_rng(0).normal(size=(1024, 4096)).astype(np.float32)
+    assert np.array_equal(state["w"], wanted) and meta == {"step": 1}
+    manager.save(2, state, {"step": 2}, block=True)
+    assert manager.steps() == [1, 2] and [entry.name for entry in sorted(tmp_path.iterdir())] == ["1", "2"]
+    assert any("never ended" in note for note in notes)

@@ -1,0 +1,66 @@
+"""Reading run.resume and run.init_from."""
+
+import pytest
+
+from k3train.checkpoint.resolve import Found, locate, resolve_resume
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with complete steps 10 and 20 and a broken-off 30."""
+    for step in (10, 20, 30):
+        (tmp_path / "old" / "checkpoints" / str(step)).mkdir(parents=True)
+    for step in (10, 20):
+        (tmp_path / "old" / "checkpoints" / str(step) / "manifest.json").write_text("{}")
+    return tmp_path / "old"
+
+
+def test_auto_and_must(run, tmp_path):
+    assert resolve_resume("auto", run) == Found(run / "checkpoints", 20)
+    assert resolve_resume("must", run) == (run / "checkpoints", 20)
+    assert resolve_resume("auto", tmp_path / "new") is None
+    with pytest.raises(UserError, match="must, but there is no checkpoint") as caught:
+        resolve_resume("must", tmp_path / "new")
+    assert caught.value.exit_code == ExitCode.CHECKPOINT
+
+
+def test_never(run, tmp_path):
+    assert resolve_resume("never", tmp_path / "new") is None
+    with pytest.raises(UserError, match=r"never.*steps 10, 20.*auto") as caught:
+        resolve_resume("never", run)
+    assert caught.value.exit_code == ExitCode.RUN_FOLDER
+
+
+@pytest.mark.parametrize("tail, step", [("@10", 10), ("@latest", 20), ("/checkpoints@10", 10)])
+def test_path_at_step(run, tmp_path, tail, step):
+    assert resolve_resume(f"{run}{tail}", tmp_path / "new") == (run / "checkpoints", step)
+
+
+def test_an_at_sign_in_the_path(run):
+    other = run.rename(run.parent / "a@b")
+    assert resolve_resume(f"{other}@10", run).step == 10
+
+
+@pytest.mark.parametrize(
+    "tail, message",
+    [
+        ("@30", "no checkpoint of step 30; there: 10, 20"),
+        ("@x", "'x' after the @"),
+        ("", "none of auto"),
+        ("x@1", "not a folder"),
+    ],
+)
+def test_errors(run, tail, message):
+    with pytest.raises(UserError, match=message) as caught:
+        resolve_resume(f"{run}{tail}", run)
+    assert caught.value.exit_code == ExitCode.CHECKPOINT
+
+
+def test_locate_weights(run, tmp_path):
+    for text, step in ((f"{run}", 20), (f"{run}/checkpoints", 20), (f"{run}/checkpoints/10", 10), (f"{run}@10", 10)):
+        assert locate(text) == (run / "checkpoints", step)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"run.init_from: .*empty holds no complete checkpoint"):
+        locate(str(tmp_path / "empty"))
