@@ -1,0 +1,74 @@
+"""The training loss: token cross-entropy over a global count of supervised tokens, in one place.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3train.data.batch import Batch
+from k3train.kernels.config import KernelsConfig
+from k3train.kernels.cross_entropy.api import cross_entropy
+from k3train.models.decoder import Decoder
+
+
+class TokenCounts(NamedTuple):
+    """Supervised tokens of a whole global batch, counted before any microbatch runs (float32 scalars)."""
+
+    main: jax.Array
+    mtp: jax.Array
+
+
+def mtp_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Targets two tokens ahead [B, T] int32, and where they are supervised [B, T] bool.
+
+    The token after next counts where it lies in the same document; the last column has none.
+    """
+    def ahead(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+
+    same = ahead(batch.segment_ids) == batch.segment_ids
+    return ahead(batch.targets), batch.loss_mask & ahead(batch.loss_mask) & same
+
+
+def count_tokens(batch: Batch) -> TokenCounts:
+    """Counts the supervised tokens of ``batch``; over all devices when its arrays are global."""
+    _, mask = mtp_targets(batch)
+    return TokenCounts(batch.loss_mask.sum(dtype=jnp.float32), mask.sum(dtype=jnp.float32))
+
+
+def batch_loss(decoder: Decoder, params: dict, buffers: dict, batch: Batch, counts: TokenCounts, kernels: KernelsConfig,
+               z_loss: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This (micro)batch's share of the loss; the shares of a global batch add up to its mean loss.
+
+    loss = sum(cross-entropy + z_loss * logsumexp^2) / counts.main + mtp_weight * sum(mtp cross-entropy) / counts.mtp
+
+    Args:
+      params: compute copy.
+      counts: of the whole global batch. A batch without supervised tokens has loss 0, not NaN.
+
+    Returns:
+      The loss (float32 scalar, nats) and a dict: ``loss`` (cross-entropy alone), ``z_loss``, ``mtp_loss`` shares,
+      and the decoder's statistics.
+    """
+    mtp = decoder.cfg.mtp
+    hidden = decoder(params, buffers, batch.tokens, batch.segment_ids, batch.targets if mtp else None)
+    head = decoder.head(params)
+
+    def entropy(states: jax.Array, targets: jax.Array, mask: jax.Array, z: float) -> tuple[jax.Array, jax.Array]:
+        flat = states.reshape(-1, states.shape[-1])
+        return cross_entropy(flat, head, targets.reshape(-1), mask.reshape(-1), z_loss=z,
+                             chunk=kernels.cross_entropy_chunk, implementation=kernels.cross_entropy)
+
+    main, z = entropy(hidden.main, batch.targets, batch.loss_mask, z_loss)
+    count = jnp.maximum(counts.main, 1)
+    parts = {"loss": main / count, "z_loss": z / count}
+    total = (main + z) / count
+    if hidden.mtp is not None and mtp is not None:
+        targets, mask = mtp_targets(batch)
+        extra, _ = entropy(hidden.mtp, targets, mask, 0.0)
+        parts["mtp_loss"] = extra / jnp.maximum(counts.mtp, 1)
+        total = total + mtp.loss_weight * parts["mtp_loss"]
+    return total, parts | hidden.stats
