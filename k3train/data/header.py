@@ -1,0 +1,93 @@
+"""The header of a token store: what lies in it, and what it was made from. Imports no JAX."""
+
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from k3train.config.section import Section
+
+FORMAT_VERSION = 1
+
+Counts = dict[str, int]
+
+
+class FileEntry(Section):
+    """One file of the store."""
+
+    name: str
+    """Path below the store folder."""
+    bytes: int
+    sha256: str
+
+
+class SplitHeader(Section):
+    """Counts of one side of the store."""
+
+    documents: int
+    tokens: int
+    source_bytes: int
+    """UTF-8 bytes of the documents' text (without BOS and EOS, which have none)."""
+    min_id: int
+    max_id: int
+
+
+class SourceFile(Section):
+    """A file that was read."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+class SourceHeader(Section):
+    """Where the text came from."""
+
+    corpus: str | None
+    patterns: list[str]
+    text_field: str
+    on_bad_record: str
+    licence: str
+    """Stated by the corpus; "not stated" for a user's own files."""
+    files: list[SourceFile]
+
+
+class TokenizerHeader(Section):
+    """The tokenizer that made the ids."""
+
+    kind: str
+    vocab_size: int
+    fingerprint: str
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+
+
+class Header(Section):
+    """``header.json``."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    dtype: Literal["<u2", "<u4"]
+    shard_tokens: Annotated[int, Field(gt=0)]
+    """Tokens in every shard but the last of a split."""
+    tokenizer: TokenizerHeader
+    add_bos: bool
+    add_eos: bool
+    holdout: float
+    holdout_rule: str
+    shuffle_seed: int
+    source: SourceHeader
+    train: SplitHeader
+    holdout_split: SplitHeader
+    skipped: Counts
+    """Records skipped, by reason; each one is a line of ``skips.jsonl``."""
+    files: list[FileEntry]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over all that decides which tokens are read where: token files, offsets, tokenizer."""
+        digest = hashlib.sha256(f"{self.dtype} {self.shard_tokens} {self.tokenizer.fingerprint}".encode())
+        for file in self.files:
+            digest.update(f"{file.name} {file.bytes} {file.sha256}".encode())
+        return digest.hexdigest()

@@ -1,0 +1,98 @@
+"""Held-out text as batches: every held-out token is scored exactly once. Imports no JAX.
+
+Rows are cut as in training (concat-and-chunk), in order, and the last one is padded, so a document that runs over the end
+of a row goes on in the next without its left context.
+
+Convention of bits per byte = nats / ln 2 / ``source_bytes``: nats are summed over all supervised targets, EOS included;
+bytes are the UTF-8 bytes of the text that those targets stand for, so BOS and EOS count none. With BOS every byte of every
+document is a target; without it, the first token of a document is neither scored nor counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from k3train.config.errors import UserError
+from k3train.data.batch import Batch
+from k3train.data.pack import cut_rows
+from k3train.data.store import Store
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """Batches over the held-out side, and what they score in all (over all processes)."""
+
+    store: Store
+    sequence_length: int
+    batch: int
+    """Rows of a global batch."""
+    rows: int
+    """Rows with held-out tokens; the last batch is filled up with rows of padding."""
+    supervised: int
+    """Targets scored."""
+    source_bytes: int
+    """Bytes of text that they stand for."""
+    process_index: int = 0
+    process_count: int = 1
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        share = self.batch // self.process_count
+        for index in range(len(self)):
+            first = index * self.batch + self.process_index * share
+            rows = np.arange(first, first + share)
+            # Rows past the limit are pushed past the end of the split, where rows are padding.
+            rows = np.where(rows < self.rows, rows, self.store.holdout.tokens + rows)
+            yield cut_rows(self.store.holdout, rows, self.sequence_length, self.store.pad_id)
+
+
+def holdout_batches(
+    store: Store,
+    sequence_length: int,
+    batch: int,
+    max_rows: int | None = None,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Holdout:
+    """Batches of [batch / process_count, sequence_length] over the held-out documents, with exact totals.
+
+    Args:
+      store: an opened store.
+      sequence_length: S.
+      batch: rows of a global batch; process p gets rows [p*B/P, (p+1)*B/P) of each.
+      max_rows: read only the first so many rows.
+      process_index: p.
+      process_count: P, which divides ``batch``.
+
+    Raises:
+      UserError: nothing is held out, or P does not divide the batch.
+    """
+    split = store.holdout
+    if split.tokens < 2:
+        raise UserError(
+            f"{store.path}: no document is held out (data.holdout {store.header.holdout} of {store.train.documents} documents), "
+            "and evaluation needs some; raise data.holdout and prepare the store anew"
+        )
+    if batch % process_count:
+        raise UserError(f"evaluation rows {batch} do not divide over {process_count} processes")
+    rows = -(-(split.tokens - 1) // sequence_length)
+    rows = rows if max_rows is None else min(rows, max_rows)
+    scored = min(rows * sequence_length + 1, split.tokens)  # tokens read; all but document starts are targets
+    offsets = np.asarray(split.doc_offsets)
+    starts = offsets[:-1][offsets[:-1] < scored]
+    token_bytes = split.token_bytes
+    source_bytes = int(token_bytes[:scored].sum(dtype=np.int64)) - int(token_bytes[starts].sum(dtype=np.int64))
+    return Holdout(
+        store=store,
+        sequence_length=sequence_length,
+        batch=batch,
+        rows=rows,
+        supervised=scored - len(starts),
+        source_bytes=source_bytes,
+        process_index=process_index,
+        process_count=process_count,
+    )

@@ -1,0 +1,110 @@
+"""Training batches: this process's rows of each global batch, read ahead by Grain. The only room that needs Grain.
+
+The position is one integer, the global sample number. Batch at sample k0 = samples [k0, k0 + B), a pure function of
+(store, seed, k0), so that any number of processes, and a start anywhere, read the same global batches.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+
+from k3train.config.errors import UserError
+from k3train.data.batch import Batch
+from k3train.data.config import DataConfig
+from k3train.data.order import RowOrder
+from k3train.data.pack import count_rows, cut_rows
+from k3train.data.store import Split
+
+
+class Loader(Iterator[Batch]):
+    """Host-local batches, each array [global_batch / process_count, sequence_length], from ``start_sample`` on.
+
+    ``sample`` is the global sample number that the next batch begins with: the whole state of the loader.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        config: DataConfig,
+        global_batch: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
+        start_sample: int = 0,
+    ):
+        """Open the loader.
+
+        Args:
+          split: the training side of a store.
+          config: the data section (row length, epochs, prefetch).
+          global_batch: B, rows of one optimizer step over all processes.
+          seed: key of the row permutation.
+          process_index: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch.
+          process_count: P, which divides B.
+          start_sample: global sample number to begin with; any, at the same cost.
+
+        Raises:
+          UserError: P does not divide B, or the split holds no whole row.
+        """
+        if global_batch % process_count:
+            raise UserError(f"train.global_batch {global_batch} does not divide over {process_count} processes")
+        self.order = RowOrder(count_rows(split, config.sequence_length), seed, config.max_epochs)
+        self.global_batch = global_batch
+        self.sample = start_sample
+        source = _Batches(
+            split, self.order, config.sequence_length, global_batch, process_index, process_count, start_sample
+        )
+        # More threads than one only wait for each other on a mapped file.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=config.prefetch)
+        self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+    @property
+    def epoch(self) -> float:
+        """How often the data has been read up to ``sample``."""
+        return self.sample / self.order.rows
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+          UserError: exit 20 where ``max_epochs`` does not hold a whole batch any more, on every process at the same batch.
+        """
+        self.order.check(self.sample + self.global_batch)
+        batch = next(self._batches)
+        self.sample += self.global_batch
+        return batch
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._batches.close()
+
+
+class _Batches:
+    """Random-access source for Grain: item i is this process's share of the i-th global batch after the start."""
+
+    def __init__(
+        self,
+        split: Split,
+        order: RowOrder,
+        sequence_length: int,
+        global_batch: int,
+        process_index: int,
+        process_count: int,
+        start_sample: int,
+    ):
+        self.split, self.order, self.sequence_length = split, order, sequence_length
+        self.share = global_batch // process_count
+        self.global_batch = global_batch
+        self.first = start_sample + process_index * self.share
+        left = sys.maxsize if order.samples is None else order.samples - start_sample
+        self.batches = max(0, left // global_batch)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, index) -> Batch:
+        start = self.first + int(index) * self.global_batch
+        _, rows = self.order.row_of(np.arange(start, start + self.share, dtype=np.int64))
+        return cut_rows(self.split, rows, self.sequence_length)

@@ -1,0 +1,69 @@
+"""Whether an existing store is the one that the config describes. Imports no JAX."""
+
+import hashlib
+from pathlib import Path
+
+from k3train.config.errors import UserError
+from k3train.data.config import DataConfig
+from k3train.data.sources import find_files
+from k3train.data.store import Store
+from k3train.data.tokenizer import Tokenizer
+
+
+def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_files: bool = True) -> None:
+    """Raise UserError that names every field in which the store differs from the config, and the cure.
+
+    Source files are compared by size and time, and by sha256 where the time differs; files that are no longer there do not
+    count, since a store may be carried to a machine without them. Without ``data.source`` the source is not compared.
+    """
+    header = store.header
+    pairs: list[tuple[str, object, object]] = [
+        ("data.tokenizer.kind", header.tokenizer.kind, tokenizer.kind),
+        ("tokenizer fingerprint", header.tokenizer.fingerprint[:12], tokenizer.fingerprint[:12]),
+        ("data.add_bos", header.add_bos, config.add_bos),
+        ("data.add_eos", header.add_eos, config.add_eos),
+        ("data.holdout", header.holdout, config.holdout),
+        ("data.shuffle_seed", header.shuffle_seed, config.shuffle_seed),
+    ]
+    if config.source is not None:
+        made, wanted = header.source, config.source
+        pairs += [
+            ("data.source.corpus", made.corpus, wanted.corpus),
+            ("data.source.files", made.patterns, list(wanted.files)),
+            ("data.source.on_bad_record", made.on_bad_record, wanted.on_bad_record),
+        ]
+        if wanted.files:
+            pairs.append(("data.source.text_field", made.text_field, wanted.text_field))
+    faults = [
+        f"{name}: the store has {made}, the config says {wanted}" for name, made, wanted in pairs if made != wanted
+    ]
+    if with_files and config.source is not None and config.source.files and not faults:
+        faults = _changed_files(store, config.source.files)
+    if faults:
+        raise UserError(
+            f"{store.path}: this token store was made otherwise than the config says.\n  "
+            + "\n  ".join(faults)
+            + "\nMake it anew (k3train data prepare CONFIG --replace), name another data.store, or mend the config"
+        )
+
+
+def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
+    try:
+        present = {str(path): path for path in find_files(patterns)}
+    except UserError:
+        return []
+    recorded = {file.path: file for file in store.header.source.files}
+    faults = [f"{name}: new since the store was made" for name in present if name not in recorded]
+    for name, file in recorded.items():
+        if name not in present:
+            faults.append(f"{name}: gone since the store was made")
+            continue
+        stat = present[name].stat()
+        if stat.st_size != file.bytes or (stat.st_mtime_ns != file.mtime_ns and _sha256(present[name]) != file.sha256):
+            faults.append(f"{name}: changed since the store was made")
+    return faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

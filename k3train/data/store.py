@@ -1,0 +1,216 @@
+"""The memory-mapped token store: a folder of token shards with document offsets and a verified header. Imports no JAX.
+
+header.json              what lies here and what it was made from (``data/header.py``)
+skips.jsonl              records left out: file, line, byte offset, reason
+train/tokens-00000.bin   little-endian uint16 (uint32 where ids need it), documents one after the other
+train/doc_offsets.bin    int64 [documents + 1], first token of each document, then the count of tokens
+holdout/...              the same for documents that are never trained on, and
+holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token stands for
+"""
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from k3train.config.errors import UserError
+from k3train.data.header import FORMAT_VERSION, Header, SplitHeader
+from k3train.data.tokenizer import Tokenizer
+
+HEADER = "header.json"
+SKIPS = "skips.jsonl"
+OFFSETS = "doc_offsets.bin"
+TOKEN_BYTES = "token_bytes.bin"
+
+
+def shard_name(index: int) -> str:
+    """File name of a shard."""
+    return f"tokens-{index:05d}.bin"
+
+
+class Split:
+    """One side of a store (train or holdout); arrays are mapped, not read."""
+
+    def __init__(self, folder: Path, counts: SplitHeader, dtype: str, shard_tokens: int):
+        self.folder = folder
+        self.counts = counts
+        self.dtype = np.dtype(dtype)
+        self.shard_tokens = shard_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all documents, BOS and EOS included."""
+        return self.counts.tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents."""
+        return self.counts.documents
+
+    @cached_property
+    def doc_offsets(self) -> np.ndarray:
+        """int64 [documents + 1]."""
+        return _mapped(self.folder / OFFSETS, np.dtype("<i8"))
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """uint32 [tokens]; the holdout side has it."""
+        return _mapped(self.folder / TOKEN_BYTES, np.dtype("<u4"))
+
+    @cached_property
+    def _shards(self) -> list[np.ndarray]:
+        count = -(-self.tokens // self.shard_tokens)
+        return [_mapped(self.folder / shard_name(i), self.dtype) for i in range(count)]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), int32 [stop - start].
+
+        Raises:
+          UserError: an id is larger than the header says (a damaged file).
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
+        parts, at = [], start
+        while at < stop:
+            shard, inside = divmod(at, self.shard_tokens)
+            part = self._shards[shard][inside : inside + stop - at]
+            parts.append(part)
+            at += len(part)
+        tokens = (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).astype(np.int32)
+        if len(tokens) and not self.counts.min_id <= int(tokens.min()) <= int(tokens.max()) <= self.counts.max_id:
+            raise UserError(
+                f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} among tokens {start} to {stop}, but the "
+                f"header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {_CURE}"
+            )
+        return tokens
+
+    def document(self, index: int) -> np.ndarray:
+        """Tokens of one document, int32."""
+        return self.read(int(self.doc_offsets[index]), int(self.doc_offsets[index + 1]))
+
+
+_CURE = "Delete the folder and prepare it again (k3train data prepare)"
+
+
+class Store:
+    """An opened token store: ``train`` and ``holdout`` splits and the header."""
+
+    def __init__(self, path: Path, header: Header):
+        self.path = path
+        self.header = header
+        self.train = Split(path / "train", header.train, header.dtype, header.shard_tokens)
+        self.holdout = Split(path / "holdout", header.holdout_split, header.dtype, header.shard_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of everything that decides which tokens are read where; a checkpoint keeps it."""
+        return self.header.fingerprint
+
+    @property
+    def max_id(self) -> int:
+        """Largest token id in either split."""
+        return max(self.header.train.max_id, self.header.holdout_split.max_id)
+
+    @property
+    def pad_id(self) -> int:
+        """Token id that fills padding; 0 where the tokenizer has none."""
+        return self.header.tokenizer.pad_id or 0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError where the store holds ids that a model of ``vocab_size`` has no embedding for."""
+        if self.max_id >= vocab_size:
+            raise UserError(
+                f"{self.path}: the store holds token id {self.max_id}, but model.vocab_size is {vocab_size} "
+                f"(ids 0..{vocab_size - 1}). Set model.vocab_size to at least {self.header.tokenizer.vocab_size}, the "
+                "tokenizer's vocabulary, or prepare the store with another tokenizer"
+            )
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise UserError where ``tokenizer`` is not the one that made the store."""
+        made_by = self.header.tokenizer
+        if (tokenizer.kind, tokenizer.fingerprint) != (made_by.kind, made_by.fingerprint):
+            raise UserError(
+                f"{self.path}: made by tokenizer {made_by.kind} {made_by.fingerprint[:12]}, but data.tokenizer is "
+                f"{tokenizer.kind} {tokenizer.fingerprint[:12]}. Name the tokenizer it was made with, or another data.store"
+            )
+
+    def verify(self) -> None:
+        """Read every file and compare its sha256 with the header's.
+
+        Raises:
+          UserError: naming the first file that differs.
+        """
+        for entry in self.header.files:
+            with (self.path / entry.name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != entry.sha256:
+                raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum. {_CURE}")
+
+
+def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: Tokenizer | None = None) -> Store:
+    """Open a token store and check its header, file sizes and offsets (``Store.verify`` reads the contents too).
+
+    Raises:
+      UserError: no store, a broken header, a file missing or of the wrong size, ids past ``vocab_size``, another tokenizer.
+    """
+    path = Path(path)
+    store = Store(path, _read_header(path))
+    for entry in store.header.files:
+        file = path / entry.name
+        if not file.is_file():
+            raise UserError(f"{file}: missing from the token store. {_CURE}")
+        if (size := file.stat().st_size) != entry.bytes:
+            raise UserError(f"{file}: {size} bytes, but the header says {entry.bytes}; truncated or changed. {_CURE}")
+    for split in (store.train, store.holdout):
+        _check_split(split, {entry.name for entry in store.header.files})
+    if vocab_size is not None:
+        store.check_vocab(vocab_size)
+    if tokenizer is not None:
+        store.check_tokenizer(tokenizer)
+    return store
+
+
+def _read_header(path: Path) -> Header:
+    file = path / HEADER
+    if not file.is_file():
+        raise UserError(
+            f"{path}: no token store here (no {HEADER}). Prepare it (k3train data prepare) or mend data.store"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+        version = json.loads(text).get("format_version")
+        if version != FORMAT_VERSION:
+            raise UserError(f"{file}: format version {version}, but this k3train reads {FORMAT_VERSION}. {_CURE}")
+        return Header.model_validate_json(text)
+    except (ValueError, AttributeError, ValidationError) as error:
+        reason = str(error).replace("\n", " ")
+        raise UserError(f"{file}: broken header ({reason}). {_CURE}") from error
+
+
+def _check_split(split: Split, listed: set[str]) -> None:
+    """Shards cover the tokens, and the offsets run from 0 to the last token without a step back."""
+    shards = -(-split.tokens // split.shard_tokens)
+    names = [OFFSETS, *(shard_name(i) for i in range(shards))]
+    for name in names:
+        if f"{split.folder.name}/{name}" not in listed:
+            raise UserError(f"{split.folder / name}: not listed in the header. {_CURE}")
+    held = sum((split.folder / name).stat().st_size for name in names[1:])
+    offsets = split.doc_offsets
+    if (
+        held != split.tokens * split.dtype.itemsize
+        or len(offsets) != split.documents + 1
+        or int(offsets[0]) != 0
+        or int(offsets[-1]) != split.tokens
+        or bool((np.diff(offsets) <= 0).any())
+    ):
+        raise UserError(f"{split.folder}: token files and {OFFSETS} do not agree with the header. {_CURE}")
+
+
+def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
+    """The file as a read-only array; an empty file cannot be mapped."""
+    if file.stat().st_size == 0:
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype, mode="r")

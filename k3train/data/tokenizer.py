@@ -1,0 +1,181 @@
+"""Text to token ids and back: the built-in byte tokenizer, and Hugging Face ``tokenizer.json`` files. Imports no JAX."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from k3train.config.errors import UserError
+from k3train.data.config import TokenizerConfig
+
+PROBE = "Naïve café №5:\n\tdef f(x):  return x**2 - 0x1F  # 你好, мир — 1,234.50 🙂\r\n</s><|endoftext|>"
+"""Fixed text whose ids are part of a fingerprint: a library that encodes otherwise is another tokenizer."""
+
+# Spellings by which public tokenizers name these tokens; the first one found is taken.
+_BOS = ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<|begin▁of▁sentence|>")
+_EOS = ("</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<|end▁of▁sentence|>")
+_PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+
+
+class Tokenizer(Protocol):
+    """What the data room and the sampler ask of a tokenizer."""
+
+    kind: str
+    vocab_size: int
+    """Ids run from 0 to ``vocab_size - 1``."""
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    fingerprint: str
+    """sha256 over the tokenizer's files, its special ids and its encoding of ``PROBE``."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of ``text``, int32 [n]; never BOS, EOS or PAD."""
+        ...
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of ``text`` and the UTF-8 bytes that each stands for: int32 [n], int64 [n], summing to all bytes."""
+        ...
+
+    def decode(self, ids: np.ndarray | list[int]) -> str:
+        """Text of ``ids`` without special tokens; broken UTF-8 becomes U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8 text, then padding, BOS and EOS."""
+
+    kind = "bytes"
+    vocab_size = 259
+    pad_id = 256
+    bos_id = 257
+    eos_id = 258
+
+    def __init__(self) -> None:
+        self.fingerprint = _fingerprint(self, b"bytes")
+
+    def encode(self, text: str) -> np.ndarray:
+        """See ``Tokenizer.encode``."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """See ``Tokenizer.encode_spans``: one byte each."""
+        ids = self.encode(text)
+        return ids, np.ones(len(ids), np.int64)
+
+    def decode(self, ids: np.ndarray | list[int]) -> str:
+        """See ``Tokenizer.decode``; ids past the bytes are dropped."""
+        values = np.asarray(ids, np.int64).reshape(-1)
+        return bytes(values[(values >= 0) & (values < 256)].astype(np.uint8)).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``; BOS, EOS and PAD are looked up by name, and are None where the file has none.
+
+    A ``tokenizer_config.json`` beside it has the first word on those names.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, path: str):
+        file = Path(path)
+        if not file.is_file():
+            raise UserError(f"data.tokenizer.path: no file {path}")
+        self._tokenizer = _load(file)
+        # Text of the user may spell "</s>": it is text, never the token. Cutting and padding is the packer's business.
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size == 0:
+            raise UserError(f"{path}: the tokenizer has no vocabulary")
+        named = _special_names(file.with_name("tokenizer_config.json"))
+        self.bos_id = self._find(named.get("bos_token"), _BOS)
+        self.eos_id = self._find(named.get("eos_token"), _EOS)
+        self.pad_id = self._find(named.get("pad_token"), _PAD)
+        self.fingerprint = _fingerprint(self, file.read_bytes())
+
+    def encode(self, text: str) -> np.ndarray:
+        """See ``Tokenizer.encode``."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """See ``Tokenizer.encode_spans``; what the tokenizer drops counts for the token after it."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoding.ids, np.int32)
+        if not len(ids):
+            return ids, np.zeros(0, np.int64)
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        width = 1 + (code_points > 0x7F).astype(np.int64) + (code_points > 0x7FF) + (code_points > 0xFFFF)
+        before = np.concatenate([[0], np.cumsum(width)])  # [characters + 1]: bytes before each character
+        # Several tokens may share one character: the first takes its bytes, so that the sum stays exact.
+        ends = before[np.maximum.accumulate(np.asarray([end for _, end in encoding.offsets], np.int64))]
+        ends[-1] = before[-1]
+        return ids, np.diff(ends, prepend=0)
+
+    def decode(self, ids: np.ndarray | list[int]) -> str:
+        """See ``Tokenizer.decode``; ids outside the vocabulary are dropped."""
+        values = np.asarray(ids, np.int64).reshape(-1)
+        inside = values[(values >= 0) & (values < self.vocab_size)]
+        return self._tokenizer.decode(inside.tolist(), skip_special_tokens=True)
+
+    def _find(self, named: str | None, usual: tuple[str, ...]) -> int | None:
+        added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
+        for name in (named, *usual):
+            if name in added:
+                return added[name]
+        return None
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the config names.
+
+    Raises:
+      UserError: missing or broken file, or the ``hf`` extra is not installed.
+    """
+    match config.kind:
+        case "bytes":
+            return ByteTokenizer()
+        case "huggingface":
+            assert config.path is not None  # the config section sees to it
+            return HuggingFaceTokenizer(config.path)
+
+
+def _load(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(
+            "data.tokenizer.kind: huggingface needs the package tokenizers; install k3train[hf], "
+            "or use data.tokenizer.kind: bytes"
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for every fault of the file
+        raise UserError(f"{file}: not a tokenizer.json that the tokenizers library reads ({error})") from error
+
+
+def _special_names(file: Path) -> dict[str, str]:
+    """Names of special tokens from a ``tokenizer_config.json``, where there is one."""
+    if not file.is_file():
+        return {}
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not JSON ({error}); mend it or move it away") from error
+    names = {}
+    for key in ("bos_token", "eos_token", "pad_token"):
+        value = entries.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            names[key] = value
+    return names
+
+
+def _fingerprint(tokenizer: Tokenizer, files: bytes) -> str:
+    digest = hashlib.sha256(hashlib.sha256(files).digest())
+    digest.update(repr((tokenizer.kind, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)).encode())
+    digest.update(tokenizer.encode(PROBE).astype("<i4").tobytes())
+    return digest.hexdigest()
