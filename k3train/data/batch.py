@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 
 def batch_hash(batch: Batch) -> str:
-    """16 hex digits over the token ids of the rows in their order (global sample order), whatever the mesh or host count.
+    """16 hex digits over the token ids of the rows in global sample order, whatever the mesh or host count.
 
     The batch must hold all rows of the step; one host's rows have a hash of their own.
     """

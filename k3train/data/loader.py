@@ -69,7 +69,7 @@ class Loader(Iterator[Batch]):
         """The next batch.
 
         Raises:
-          UserError: exit 20 where ``max_epochs`` does not hold a whole batch any more, on every process at the same batch.
+          UserError: exit 20 where ``max_epochs`` holds no whole batch any more, on every process at the same batch.
         """
         self.order.check(self.sample + self.global_batch)
         batch = next(self._batches)

@@ -13,8 +13,8 @@ from k3train.data.tokenizer import Tokenizer
 def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_files: bool = True) -> None:
     """Raise UserError that names every field in which the store differs from the config, and the cure.
 
-    Source files are compared by size and time, and by sha256 where the time differs; files that are no longer there do not
-    count, since a store may be carried to a machine without them. Without ``data.source`` the source is not compared.
+    Source files are compared by size and time, and by sha256 where the time differs; where none is there any more they
+    are not compared, since a store may be carried to another machine. Without ``data.source`` the source is not compared.
     """
     header = store.header
     pairs: list[tuple[str, object, object]] = [

@@ -1,4 +1,4 @@
-"""A byte n-gram baseline: interpolated Kneser-Ney, fitted on the training side, scored on the held-out side. Imports no JAX.
+"""A byte n-gram baseline: interpolated Kneser-Ney, fitted on the training side, scored held out. Imports no JAX.
 
 Probabilities follow Chen and Goodman 1998 (interpolated form, one discount an order, D = n1 / (n1 + 2 n2)): the highest
 order uses counts, lower ones the number of different symbols seen before; the lowest is interpolated with the uniform
@@ -75,7 +75,7 @@ def _symbols(split: Split, store: Store, tokenizer: Tokenizer) -> tuple[np.ndarr
 
 
 def _grams(symbols: np.ndarray, starts: np.ndarray, order: int) -> np.ndarray:
-    """The gram that ends at each symbol but document starts, as a number to base ``_SYMBOLS``; int64 [n - documents]."""
+    """Grams that end at each symbol but document starts, as numbers to base ``_SYMBOLS``; int64 [n - documents]."""
     position = np.arange(len(symbols))
     first = np.zeros(len(symbols), np.int64)
     first[starts] = starts

@@ -50,8 +50,8 @@ class RowOrder:
         """Raise UserError (exit 20) where samples up to ``stop`` are more than there are."""
         if self.samples is not None and stop > self.samples:
             raise UserError(
-                f"the data is used up: sample {stop - 1} was asked for, and {self.max_epochs} epoch(s) of {self.rows} rows "
-                f"are {self.samples} samples. Raise data.max_epochs, train fewer steps or prepare more text",
+                f"the data is used up: sample {stop - 1} was asked for, and {self.max_epochs} epoch(s) of {self.rows} "
+                f"rows are {self.samples} samples. Raise data.max_epochs, train fewer steps or prepare more text",
                 ExitCode.DATA_EXHAUSTED,
             )
 

@@ -20,7 +20,7 @@ def count_rows(split: Split, sequence_length: int) -> int:
     rows = (split.tokens - 1) // sequence_length
     if rows < 1:
         raise UserError(
-            f"{split.folder}: {split.tokens} tokens are fewer than one row of data.sequence_length {sequence_length} + 1; "
+            f"{split.folder}: {split.tokens} tokens are fewer than one row (data.sequence_length {sequence_length} + 1); "
             "prepare more text or shorten the row"
         )
     return rows

@@ -1,4 +1,4 @@
-"""Text files or a named corpus into a token store, with an exact report of what was read and what was not. Imports no JAX."""
+"""Text files or a named corpus into a token store, with an exact account of what was read. Imports no JAX."""
 
 import hashlib
 import json
@@ -84,12 +84,12 @@ def ensure_store(
 ) -> Store:
     """The store of the config, prepared from its source where it is absent.
 
-    Of several processes the leader prepares and the others wait at ``barrier``, which every process reaches exactly once,
-    a failing leader too.
+    Of several processes the leader prepares and the others wait at ``barrier``, which every process reaches exactly
+    once, a failing leader too.
 
     Raises:
-      UserError: see ``prepare`` and ``open_store``; the store was made from something else than the config says; it holds
-        ids that a model of ``vocab_size`` does not know.
+      UserError: see ``prepare`` and ``open_store``; the store was made from something else than the config says; it
+        holds ids that a model of ``vocab_size`` does not know.
     """
     try:
         if is_leader and config.source is not None and not (Path(config.store) / HEADER).is_file():
@@ -115,8 +115,8 @@ def _check_policy(config: DataConfig, tokenizer: Tokenizer) -> None:
     ):
         if wanted and id_ is None:
             raise UserError(
-                f"data.{key}: the tokenizer {config.tokenizer.path} names no {key[4:].upper()} token. Set data.{key}: false, "
-                f"or name it as {key[4:]}_token in a tokenizer_config.json beside it"
+                f"data.{key}: the tokenizer {config.tokenizer.path} names no {key[4:].upper()} token. Set data.{key}: "
+                f"false, or name it as {key[4:]}_token in a tokenizer_config.json beside it"
             )
 
 

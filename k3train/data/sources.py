@@ -107,8 +107,7 @@ def read_text(name: str, data: bytes) -> Document | BadRecord:
 
 def _read_lines(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     name, number, offset = str(file), 0, 0
-    opened = gzip.open(file, "rb") if name.endswith(".gz") else file.open("rb")
-    with opened as lines:
+    with gzip.open(file, "rb") if name.endswith(".gz") else file.open("rb") as lines:
         while True:
             try:
                 line = lines.readline()

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the built-in byte tokenizer, and Hugging Face ``tokenizer.json`` files. Imports no JAX."""
+"""Text to token ids and back: the built-in byte tokenizer, and ``tokenizer.json`` files. Imports no JAX."""
 
 import hashlib
 import json
@@ -49,9 +49,9 @@ class ByteTokenizer:
 
     kind = "bytes"
     vocab_size = 259
-    pad_id = 256
-    bos_id = 257
-    eos_id = 258
+    pad_id: int | None = 256
+    bos_id: int | None = 257
+    eos_id: int | None = 258
 
     def __init__(self) -> None:
         self.fingerprint = _fingerprint(self, b"bytes")

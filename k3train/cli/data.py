@@ -1,0 +1,143 @@
+"""``k3train data``: prepare and look into token stores, list corpora, score the n-gram baseline."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k3train.config.errors import UserError
+
+if TYPE_CHECKING:
+    from k3train.data.config import DataConfig
+    from k3train.data.store import Store
+    from k3train.data.tokenizer import Tokenizer
+
+HELP = "prepare and inspect token stores"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    prepare = _action(actions, "prepare", "make the token store of an experiment's data section")
+    prepare.add_argument("--replace", action="store_true", help="make it anew even where there is one")
+    inspect = _action(actions, "inspect", "show what a store holds and some of its rows")
+    inspect.add_argument("--rows", type=int, default=2, metavar="N", help="rows to show (default 2)")
+    inspect.add_argument(
+        "--sample", type=int, default=0, metavar="K", help="first sample to show, in training order (default 0)"
+    )
+    inspect.add_argument("--holdout", action="store_true", help="show held-out rows, in their order, instead")
+    inspect.add_argument(
+        "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
+    )
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    ngram = _action(actions, "ngram", "held-out bits per byte of an n-gram baseline fitted on the training side")
+    ngram.add_argument(
+        "--order", type=int, default=3, metavar="N", help="symbols of a gram, the predicted one included"
+    )
+    text = "list the named corpora"
+    actions.add_parser("corpora", help=text, description=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carries out the action.
+
+    Raises:
+      UserError: bad input; see ``data/prepare.py`` and ``data/store.py``.
+    """
+    match args.action:
+        case "prepare":
+            _prepare(args)
+        case "inspect":
+            _inspect(args)
+        case "ngram":
+            _ngram(args)
+        case _:
+            _corpora()
+    return 0
+
+
+def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argparse.ArgumentParser:
+    action = actions.add_parser(name, help=text, description=text)
+    what = "experiment file (YAML)" if name == "prepare" else "experiment file (YAML) or store folder"
+    action.add_argument("config", metavar="CONFIG" if name == "prepare" else "CONFIG|STORE", help=what)
+    action.add_argument("overrides", nargs="*", metavar="key=value", help="values that go before the file's")
+    return action
+
+
+def _data_config(args: argparse.Namespace) -> "DataConfig":
+    from k3train.config.load import load
+    from k3train.experiment import Experiment
+
+    return load(args.config, args.overrides, Experiment).experiment.data
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from k3train.data.prepare import prepare
+    from k3train.data.progress import ReadingBar
+    from k3train.data.report import console, report
+
+    config = _data_config(args)
+    with ReadingBar() as bar:
+        store = prepare(config, replace=args.replace, say=bar.say, progress=bar.update)
+    report(store, console())
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from k3train.data.report import console, report, show_rows
+
+    if args.rows < 0 or args.sample < 0:
+        raise UserError("--rows and --sample count from 0")
+    store, tokenizer, config = _open(args)
+    out = console()
+    if args.verify:
+        store.verify()
+        out.print("every checksum agrees")
+    report(store, out)
+    length = args.sequence_length or (config.sequence_length if config else 512)
+    if args.rows:
+        show_rows(store, tokenizer, out, length, rows=args.rows, sample=args.sample, holdout=args.holdout)
+
+
+def _ngram(args: argparse.Namespace) -> None:
+    from k3train.data.ngram import evaluate_ngram
+
+    store, tokenizer, _ = _open(args, prepare=True)
+    if tokenizer is None:
+        raise UserError(
+            f"{store.path}: a store of tokenizer {store.header.tokenizer.kind} needs the experiment file here"
+        )
+    result = evaluate_ngram(store, tokenizer, args.order)
+    print(
+        f"order-{result.order} byte n-gram (interpolated Kneser-Ney): {result.bits_per_byte:.4f} bits per byte "
+        f"held out ({result.source_bytes} bytes, {result.supervised} symbols scored)"
+    )
+
+
+def _open(args: argparse.Namespace, prepare: bool = False) -> "tuple[Store, Tokenizer | None, DataConfig | None]":
+    """The store of a folder or an experiment; no tokenizer where only a folder is given and it was not bytes."""
+    from k3train.data.prepare import ensure_store
+    from k3train.data.store import open_store
+    from k3train.data.tokenizer import ByteTokenizer, load_tokenizer
+
+    if Path(args.config).is_dir():
+        if args.overrides:
+            raise UserError(f"{args.config} is a store folder, which takes no overrides ({' '.join(args.overrides)})")
+        store = open_store(args.config)
+        return store, ByteTokenizer() if store.header.tokenizer.kind == "bytes" else None, None
+    config = _data_config(args)
+    tokenizer = load_tokenizer(config.tokenizer)
+    if prepare:
+        return ensure_store(config), tokenizer, config
+    return open_store(config.store, tokenizer=tokenizer), tokenizer, config
+
+
+def _corpora() -> None:
+    from rich.table import Table
+
+    from k3train.data.corpora import CORPORA
+    from k3train.data.report import console
+
+    table = Table("corpus", "version", "archive", "text", "licence", "source", box=None)
+    for corpus in CORPORA.values():
+        sizes = f"{corpus.archive_bytes / 1e6:.1f} MB", f"{corpus.text_bytes / 1e6:.1f} MB"
+        table.add_row(corpus.name, corpus.version, *sizes, corpus.licence, corpus.about)
+    console().print(table)

@@ -1,0 +1,131 @@
+"""A store as a person reads it: counts, and rows with their documents, specials and padding. Imports no JAX."""
+
+import shutil
+import sys
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from k3train.data.batch import Batch
+from k3train.data.order import RowOrder
+from k3train.data.pack import count_rows, cut_rows, dropped_tokens
+from k3train.data.store import SKIPS, Split, Store
+from k3train.data.tokenizer import Tokenizer
+
+_STYLES = ("cyan", "green", "magenta", "yellow", "blue")
+
+
+def console() -> Console:
+    """Standard output, with colour only on a terminal, and as wide as the terminal or 120 columns."""
+    return Console(file=sys.stdout, highlight=False, markup=False, width=shutil.get_terminal_size((120, 24)).columns)
+
+
+def report(store: Store, out: Console) -> None:
+    """Exact counts of a store and where its text came from."""
+    header = store.header
+    table = Table("", "documents", "tokens", "bytes of text", "ids", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, counts in (("train", header.train), ("holdout", header.holdout_split)):
+        ids = f"{counts.min_id}..{counts.max_id}" if counts.tokens else "none"
+        table.add_row(name, f"{counts.documents:,}", f"{counts.tokens:,}", f"{counts.source_bytes:,}", ids)
+    out.print(
+        f"token store {store.path}, {header.dtype[1:].replace('u2', 'uint16').replace('u4', 'uint32')} ids",
+        soft_wrap=True,
+    )
+    out.print(table)
+    tokenizer = header.tokenizer
+    out.print(
+        f"tokenizer {tokenizer.kind}, {tokenizer.vocab_size} ids, fingerprint {tokenizer.fingerprint[:12]}; "
+        f"BOS {'added' if header.add_bos else 'not added'}, EOS {'added' if header.add_eos else 'not added'}",
+        soft_wrap=True,
+    )
+    source = header.source
+    what = (
+        f"corpus {source.corpus}" if source.corpus else f"{len(source.files)} file(s) of {', '.join(source.patterns)}"
+    )
+    out.print(
+        f"source: {what}; licence: {source.licence}; holdout {header.holdout:g}, shuffle seed {header.shuffle_seed}",
+        soft_wrap=True,
+    )
+    if header.skipped:
+        reasons = ", ".join(f"{count} {kind}" for kind, count in header.skipped.items())
+        out.print(
+            f"skipped {sum(header.skipped.values())} records ({reasons}); each is a line of {store.path / SKIPS}",
+            soft_wrap=True,
+        )
+    else:
+        out.print("skipped nothing")
+    if header.holdout_split.documents == 0:
+        out.print("nothing is held out: an evaluation has no text; raise data.holdout")
+
+
+def show_rows(
+    store: Store,
+    tokenizer: Tokenizer | None,
+    out: Console,
+    sequence_length: int,
+    *,
+    rows: int,
+    sample: int,
+    holdout: bool,
+) -> None:
+    """Print rows: of training from global sample ``sample`` on, or held-out rows in their order.
+
+    Without a tokenizer ids are printed instead of text.
+    """
+    split = store.holdout if holdout else store.train
+    if holdout:
+        total = -(-max(split.tokens - 1, 0) // sequence_length)
+        places = [(f"held-out row {row}", row) for row in range(sample, min(sample + rows, total))]
+    else:
+        total = count_rows(split, sequence_length)
+        epochs, numbers = RowOrder(total, store.header.shuffle_seed).row_of(np.arange(sample, sample + rows))
+        names = (f"sample {sample + i} (epoch {epochs[i]}, row {numbers[i]} of {total})" for i in range(rows))
+        places = list(zip(names, numbers.tolist(), strict=True))
+        out.print(
+            f"{total} rows of {sequence_length} tokens; the {dropped_tokens(split, sequence_length)} at the end fill none"
+        )
+    for name, row in places:
+        batch = cut_rows(split, np.array([row]), sequence_length, store.pad_id)
+        out.rule(_title(name, batch, split))
+        out.print(_row_text(batch, store, tokenizer), soft_wrap=True)
+
+
+def _title(name: str, batch: Batch, split: Split) -> str:
+    padding = int((batch.segment_ids == 0).sum())
+    parts = [name, f"{int(batch.segment_ids.max())} document(s)", f"{int(batch.loss_mask.sum())} targets"]
+    return ", ".join([*parts, f"{padding} padding"] if padding else parts)
+
+
+def _row_text(batch: Batch, store: Store, tokenizer: Tokenizer | None) -> Text:
+    """One row: documents in changing colours with a mark between them, specials named, padding counted."""
+    tokens, segments = batch.tokens[0], batch.segment_ids[0]
+    text = Text()
+    for segment in range(1, int(segments.max()) + 1):
+        style = _STYLES[(segment - 1) % len(_STYLES)]
+        if segment > 1:
+            text.append("\n┄┄┄┄ next document ┄┄┄┄\n", style="dim")
+        text.append(_readable(tokens[segments == segment], store, tokenizer), style=style)
+    padding = int((segments == 0).sum())
+    if padding:
+        text.append(f"\n‹padding x {padding}›", style="dim")
+    return text
+
+
+def _readable(ids: np.ndarray, store: Store, tokenizer: Tokenizer | None) -> str:
+    made_by = store.header.tokenizer
+    names = {made_by.bos_id: "‹bos›", made_by.eos_id: "‹eos›"}
+    special = np.flatnonzero(np.isin(ids, [id_ for id_ in names if id_ is not None]))
+    parts, start = [], 0
+    for place in [*special.tolist(), len(ids)]:
+        plain = ids[start:place]
+        if len(plain):
+            parts.append(tokenizer.decode(plain) if tokenizer else " ".join(map(str, plain.tolist())))
+        if place < len(ids):
+            parts.append(names[int(ids[place])])
+        start = place + 1
+    # Control characters would move the terminal's cursor; line ends and tabs are wanted.
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
