@@ -59,7 +59,7 @@ def differences(stored: Table, wanted: Table) -> Differences:
 
 def read_all(folder: Path, abstract: Tree) -> Tree:
     """Read a whole state in the shapes, dtypes and shardings of ``abstract``; tables must have been compared."""
-    return ocp.load(folder, abstract)
+    return ocp.load(str(folder), abstract)
 
 
 def read_some(folder: Path, abstract: Tree) -> Tree:
@@ -67,7 +67,7 @@ def read_some(folder: Path, abstract: Tree) -> Tree:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        return ocp.load(folder, abstract)
+        return ocp.load(str(folder), abstract)
 
 
 def select(tree: Tree, names: set[str], prefix: str = "") -> Tree:

@@ -91,18 +91,18 @@ class CheckpointManager:
             already, or storage refuses.
         """
         self.wait()
-        meta = json.loads(json.dumps(dict(meta), allow_nan=False))
+        plain = json.loads(json.dumps(dict(meta), allow_nan=False))
         arrays = array_table(state)
         folder = layout.step_folder(self.directory, step)
         try:
             if self._process == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 layout.clear_way(self.directory, step, self._note)
-            response = ocp.save_async(folder, state)
+            response = ocp.save_async(str(folder), state)
         except (OSError, ValueError, RuntimeError) as error:
             self.failures += 1
             raise SaveFailed(step, self.directory, error) from error
-        self._pending = _Save(step, lambda: self._finish(response, folder, step, arrays, meta))
+        self._pending = _Save(step, lambda: self._finish(response, folder, step, arrays, plain))
         self._pending.start()
         if block:
             self.wait()

@@ -1,0 +1,219 @@
+"""The run folder: lock, identity, foreign folders, attempts, full disks."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+from k3train.config.yaml_reader import scalar
+from k3train.run import directory as module
+from k3train.run.directory import RunDirectory, dump_config, read_attempts, read_experiment
+from k3train.run.identity import STORE_KEY, changed, identity
+
+CONFIG = {
+    "run": {"dir": "runs/a", "seed": 0, "resume": "auto"},
+    "model": {"vocab_size": 256, "layers": {"count": 4, "kda": [1, 2, 3], "mla": [4]}, "mtp": None},
+    "data": {
+        "store": "/somewhere", "sequence_length": 128, "holdout": 0.01, "shuffle_seed": 0,
+        "tokenizer": {"kind": "bytes", "path": None}, "add_bos": True, "add_eos": True,
+    },
+    "optim": {"matrices": "muon", "muon": {"lr": 0.002}},
+    "train": {"global_batch": 8, "steps": 10},
+}  # fmt: skip
+
+
+def with_value(key, value):
+    config = json.loads(json.dumps(CONFIG))
+    *branches, last = key.split(".")
+    section = config
+    for branch in branches:
+        section = section[branch]
+    section[last] = value
+    return config
+
+
+def refused(path, config=CONFIG, match=None):
+    before = {entry: entry.stat().st_mtime_ns for entry in path.rglob("*")} if path.is_dir() else None
+    with pytest.raises(UserError, match=match) as caught:
+        RunDirectory(path, config)
+    assert caught.value.exit_code == ExitCode.RUN_FOLDER
+    return before, str(caught.value)
+
+
+def test_a_new_folder(tmp_path):
+    with RunDirectory(tmp_path / "a" / "b", CONFIG) as run:
+        assert sorted(p.name for p in run.path.iterdir()) == ["config.yaml", "experiment.json", "run.lock"]
+        first = run.run_id
+        assert read_experiment(run.path)["identity"]["model.layers.kda"] == [1, 2, 3]
+    with RunDirectory(tmp_path / "a" / "b", CONFIG) as run:
+        assert run.run_id == first and run.config_changes == {}
+
+
+def test_identity_holds_what_arrays_and_data_order_depend_on():
+    keys = identity(CONFIG)
+    assert {
+        "model.vocab_size",
+        "model.mtp",
+        "data.tokenizer.kind",
+        "data.holdout",
+        "optim.matrices",
+        "run.seed",
+    } <= set(keys)
+    assert not {"train.global_batch", "optim.muon.lr", "data.store", "run.dir", "data.tokenizer.path"} & set(keys)
+
+
+@pytest.mark.parametrize(
+    "key, value, line",
+    [
+        ("model.layers.count", 5, "model.layers.count: was 4, now 5"),
+        ("data.sequence_length", 256, "data.sequence_length: was 128, now 256"),
+        ("model.mtp", {"layers": 1}, "model.mtp.layers: was (absent), now 1"),
+        ("run.seed", 3, "run.seed: was 0, now 3"),
+    ],
+)
+def test_another_experiment_is_refused_by_key(tmp_path, key, value, line):
+    RunDirectory(tmp_path / "run", CONFIG).close()
+    _, message = refused(tmp_path / "run", with_value(key, value))
+    assert line in message and "Choose another run.dir" in message
+    assert (tmp_path / "run" / "config.yaml").read_text() == dump_config(CONFIG)
+    RunDirectory(tmp_path / "run", CONFIG).close()  # the refusal let go of the lock
+
+
+def test_other_changes_are_allowed_and_reported(tmp_path):
+    RunDirectory(tmp_path / "run", CONFIG).close()
+    with RunDirectory(tmp_path / "run", with_value("train.global_batch", 16)) as run:
+        assert run.config_changes == {"train.global_batch": [8, 16]}
+        run.begin_attempt({})
+    assert read_attempts(tmp_path / "run")[0]["config_changes"] == {"train.global_batch": [8, 16]}
+
+
+def test_the_store_is_claimed(tmp_path):
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        fingerprint = read_experiment(run.path)["fingerprint"]
+        run.claim(STORE_KEY, "abc")
+        run.claim(STORE_KEY, "abc")
+        assert read_experiment(run.path)["fingerprint"] != fingerprint
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        with pytest.raises(UserError, match=r'data.content: was "abc", now "xyz"'):
+            run.claim(STORE_KEY, "xyz")
+        run.claim(STORE_KEY, "abc")
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    before, message = refused(tmp_path, match="not empty and not a run folder")
+    assert "thesis.tex" in message
+    assert before == {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("*")}
+    refused(tmp_path / "thesis.tex", match="is a file")
+
+
+def test_an_unreadable_record_is_refused(tmp_path):
+    (tmp_path / "experiment.json").write_text('{"run_id"')
+    refused(tmp_path, match="cannot be read")
+
+
+def test_a_run_that_died_at_once_leaves_a_usable_folder(tmp_path):
+    (tmp_path / "run.lock").write_text("")
+    RunDirectory(tmp_path, CONFIG).close()
+
+
+HOLD = """
+import json, sys, time
+from k3train.run.directory import RunDirectory
+run = RunDirectory(sys.argv[1], json.loads(sys.argv[2]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_trainers_in_one_folder(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run"), json.dumps(CONFIG)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            _, message = refused(tmp_path / "run", match="in use by process")
+            assert f"process {other.pid} on {os.uname().nodename}" in message
+        finally:
+            other.send_signal(signal.SIGKILL)
+            other.wait()
+    RunDirectory(tmp_path / "run", CONFIG).close()  # the dead hold no lock
+
+
+def test_other_processes_write_nothing(tmp_path):
+    run = RunDirectory(tmp_path / "run", CONFIG, main=False)
+    run.claim(STORE_KEY, "abc")
+    assert run.begin_attempt({}) == 0
+    run.end_attempt(0, "done")
+    run.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_attempts(tmp_path):
+    path = tmp_path / "run"
+    with RunDirectory(path, CONFIG) as run:
+        assert run.begin_attempt({"versions": {"jax": "1"}}, None) == 1
+        assert json.loads((path / "exit.json").read_text())["state"] == "running"
+        run.end_attempt(ExitCode.STOPPED_SAVED, "stopped by the user (SIGINT)", 7)
+    ended = json.loads((path / "exit.json").read_text())
+    assert (ended["code"], ended["name"], ended["step"]) == (13, "stopped_saved", 7)
+    assert (path / "exit.json").read_text().count("\n") == 1
+    with RunDirectory(path, CONFIG) as run:
+        assert run.begin_attempt({}, 7) == 2  # and dies without an end
+    with (path / "attempts.jsonl").open("a") as file:
+        file.write('{"event": "sta')  # torn
+    with RunDirectory(path, CONFIG) as run:
+        assert run.begin_attempt({}, 7) == 3
+    starts = [line for line in read_attempts(path) if line["event"] == "start"]
+    assert [line["previous_ended"] for line in starts] == [None, True, False]
+    assert [line["resumed_step"] for line in starts] == [None, 7, 7]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    _, message = refused(tmp_path / "run", match="no space left")
+    assert str(tmp_path / "run") in message
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["run.lock"]  # the probe is gone, the lock let go
+    RunDirectory(tmp_path / "run", CONFIG).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot make the run folder"):
+        RunDirectory(tmp_path / "file" / "run", CONFIG)
+
+
+def test_a_real_write_limit(tmp_path):
+    """RLIMIT_FSIZE stands for a full disk: the system itself refuses the probe."""
+    script = f"""
+import resource, signal
+from k3train.run.directory import RunDirectory
+from k3train.config.errors import UserError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+try:
+    RunDirectory({str(tmp_path / "run")!r}, {{}})
+except UserError as error:
+    print(int(error.exit_code), error)
+"""
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("33 ") and "file size" in done.stdout and done.stderr == ""
+
+
+def test_config_text_survives_our_reader():
+    text = dump_config({"a": "1e-4", "b": 1e-5, "c": "no", "d": [1, 2], "e": "010", "f": None, "g": "plain"})
+    values = dict(line.split(": ", 1) for line in text.splitlines())
+    assert scalar(values["b"]) == 1e-5 and scalar(values["g"]) == "plain" and scalar(values["f"]) is None
+    assert all(values[key].startswith("'") for key in ("a", "e")) and values["d"] == "[1, 2]"
+
+
+def test_changed():
+    assert changed({"a": 1, "b": 2}, {"a": 1, "c": 3}) == {"b": [2, "(absent)"], "c": ["(absent)", 3]}
