@@ -82,7 +82,7 @@ def batch_over_devices(e: Experiment) -> Iterator[Fault]:
             ("train.global_batch", "train.accumulation", *known),
             f"{e.train.global_batch} rows in {e.train.accumulation} microbatches are {rows} at a time, "
             f"which {devices} devices cannot share evenly",
-            f"make train.global_batch a multiple of {devices * e.train.accumulation}, or change accumulation or the mesh",
+            f"make train.global_batch a multiple of {devices * e.train.accumulation}, or change the others",
         )
 
 

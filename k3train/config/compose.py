@@ -43,12 +43,13 @@ def find(root: Node, keys: Sequence[str | int]) -> tuple[Node, int]:
     """The deepest node on the way along ``keys``, and how many keys lead to it."""
     node = root
     for depth, key in enumerate(keys):
-        if isinstance(node.value, dict) and isinstance(key, str) and key in node.value:
-            node = node.value[key]
-        elif isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
-            node = node.value[key]
-        else:
+        inside = node.value
+        if isinstance(inside, dict) and isinstance(key, str) and key in inside:
+            node = inside[key]
+            continue
+        if not (isinstance(inside, list) and isinstance(key, int) and key < len(inside)):
             return node, depth
+        node = inside[key]
     return node, len(keys)
 
 
