@@ -48,8 +48,15 @@ class Place:
         path.chmod(0o755)
 
     def start(self, *args: str, **env: str) -> subprocess.Popen:
-        return subprocess.Popen([self.repo / "scripts/k3train", *args], env=self.env | env, cwd=self.bin, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [self.repo / "scripts/k3train", *args],
+            env=self.env | env,
+            cwd=self.bin,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def run(self, *args: str, **env: str) -> tuple[int, str, str]:
         process = self.start(*args, **env)
@@ -165,7 +172,9 @@ def test_two_first_runs_at_once_install_once(place, lock):
 
 def test_uv_is_used_where_it_is_there(place):
     place.program("python3.12")
-    place.program("uv", """#!/bin/sh
+    place.program(
+        "uv",
+        """#!/bin/sh
 echo "uv $*" >>"$FAKE_LOG"
 venv=$(cd "$FAKE_REPO" && pwd)/.venv
 mkdir -p "$venv/bin"
@@ -173,7 +182,8 @@ case $1 in
 venv) cp "$FAKE_PYTHON" "$venv/bin/python" ;;
 pip) "$venv/bin/python" -m pip made ;;
 esac
-""")
+""",
+    )
     env = {"FAKE_REPO": str(place.repo), "FAKE_PYTHON": str(place.bin / "python3.12")}
     assert place.run("train", **env)[0] == 0
     lines = place.log.read_text().splitlines()

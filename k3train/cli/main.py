@@ -66,7 +66,9 @@ def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
             f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}")
         )
     module = _module(name)
-    parser = argparse.ArgumentParser(prog=f"k3train {name}", description=COMMANDS[name].capitalize() + ".")
+    parser = argparse.ArgumentParser(
+        prog=f"k3train {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+    )
     module.add_arguments(parser)
     return module, parser.parse_args(rest)
 

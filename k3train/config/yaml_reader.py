@@ -143,6 +143,7 @@ class _Converter:
         if isinstance(node, yaml.SequenceNode):
             out = Node([self.convert(item, None) for item in node.value], origin)
         else:
+            assert isinstance(node, yaml.MappingNode)
             out = Node(self.entries(node), origin)
         self.open.pop()
         return out

@@ -17,8 +17,10 @@ def write(tmp_path):
 
 
 def test_maps_merge_and_lists_scalars_and_null_replace(write):
-    folder = write(base="m: {a: 1, b: [1, 2], c: {d: 1, e: 2}}\nn: {x: 1}\n",
-                   top="extends: base.yaml\nm:\n  b: [3]\n  c: {d: 5}\nn: null\n")
+    folder = write(
+        base="m: {a: 1, b: [1, 2], c: {d: 1, e: 2}}\nn: {x: 1}\n",
+        top="extends: base.yaml\nm:\n  b: [3]\n  c: {d: 5}\nn: null\n",
+    )
     root = compose(folder / "top.yaml")
     assert root.plain() == {"m": {"a": 1, "b": [3], "c": {"d": 5, "e": 2}}, "n": None}
     assert root.value["m"].value["a"].origin.endswith("base.yaml:1")
@@ -51,8 +53,12 @@ def test_bad_extends(write, text, message):
 
 
 def test_a_file_may_be_reached_twice(write):
-    folder = write(root="a: 1\n", left="extends: root.yaml\n", right="extends: root.yaml\nb: 2\n",
-                   top="extends: [left.yaml, right.yaml]\n")
+    folder = write(
+        root="a: 1\n",
+        left="extends: root.yaml\n",
+        right="extends: root.yaml\nb: 2\n",
+        top="extends: [left.yaml, right.yaml]\n",
+    )
     assert compose(folder / "top.yaml").plain() == {"a": 1, "b": 2}
 
 

@@ -15,8 +15,8 @@ from k3train.config.yaml_reader import read_file, read_text
         ("010", 10), ("0o10", 8), ("0x1F", 31), ("+3", 3), ("-0", 0), ("1_000", "1_000"), ("0b11", "0b11"),
         ("no", "no"), ("on", "on"), ("yes", "yes"), ("off", "off"), ("y", "y"), ("12:30", "12:30"),
         ("2024-01-01", "2024-01-01"), ("null", None), ("~", None), ("", None), ("Null", None),
-        ("true", True), ("false", False), ("True", True), ("tRue", "tRue"), ("'1'", "1"), ('"null"', "null"), ("e5", "e5"),
-        (".inf", math.inf), ("-.INF", -math.inf), ("inf", "inf"), ("2.0B", "2.0B"), ("1.2.3", "1.2.3"),
+        ("true", True), ("false", False), ("True", True), ("tRue", "tRue"), ("'1'", "1"), ('"null"', "null"),
+        ("e5", "e5"), (".inf", math.inf), ("-.INF", -math.inf), ("inf", "inf"), ("2.0B", "2.0B"), ("1.2.3", "1.2.3"),
     ],
 )  # fmt: skip
 def test_scalars_follow_yaml_1_2(text, value):
