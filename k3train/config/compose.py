@@ -3,6 +3,7 @@
 Maps merge key by key; lists, scalars and null replace what they meet.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def _bases(node: Node | None, path: Path) -> list[tuple[Path, str]]:
     for item in items:
         if not isinstance(item.value, str):
             raise UserError(f"{item.origin}: extends: takes a file name or a list of them")
-        bases.append((path.parent / item.value, item.origin))
+        bases.append((Path(os.path.normpath(path.parent / item.value)), item.origin))
     return bases
 
 
