@@ -238,7 +238,7 @@ def restore_subtree(
     abstract: Tree,
     partial: bool = False,
     *,
-    key: str = "params",
+    key: str | None = "params",
     note: Callable[[str], None] = layout.ignore,
 ) -> tuple[Tree, list[str], list[str], list[str]]:
     """One branch of a saved state, such as the weights without the optimizer's.
@@ -248,11 +248,12 @@ def restore_subtree(
       step: which checkpoint.
       abstract: the branch as nested dicts of jax.ShapeDtypeStruct with shardings.
       partial: let arrays be missing, unexpected or reshaped; they are returned by name.
-      key: the branch's key in the state.
+      key: the branch's key in the state; None where ``abstract`` holds several whole branches by their keys, such as
+        params and buffers (then other branches are no difference).
       note: hears about long verification.
 
     Returns:
-      (the arrays that fit, missing, unexpected, reshaped); names are dotted, within the branch.
+      (the arrays that fit, missing, unexpected, reshaped); names are dotted, without ``key``.
 
     Raises:
       CheckpointRefused: no such step, damaged files, or (without ``partial``) arrays that do not fit.
@@ -260,16 +261,22 @@ def restore_subtree(
     manager = CheckpointManager(directory, CheckpointConfig(), note=note)
     folder = layout.step_folder(manager.directory, step)
     stored = manager._manifest(step)["arrays"]
-    branch = {name.removeprefix(f"{key}."): entry for name, entry in stored.items() if name.startswith(f"{key}.")}
+    prefixes = (f"{key}.",) if key else tuple(f"{name}." for name in abstract)
+    branch = {name: entry for name, entry in stored.items() if name.startswith(prefixes)}
     if not branch:
-        raise CheckpointRefused(f"{folder} holds no arrays under {key!r}")
+        raise CheckpointRefused(f"{folder} holds no arrays under {' or '.join(p[:-1] for p in prefixes)}")
+    if key:
+        branch = {name.removeprefix(f"{key}."): entry for name, entry in branch.items()}
     wanted = array_table(abstract)
     found = differences(branch, wanted)
     if found.lines() and not partial:
         cure = "run.init_partial: true begins with the arrays that fit and names the others"
         raise CheckpointRefused(f"{_refusal(folder, found.lines())}\n{cure}")
     fitting = {name for name in wanted if branch.get(name) == wanted[name]}
-    tree = read_some(folder, {key: select(abstract, fitting)})[key] if fitting else {}
+    if not fitting:
+        return {}, found.missing, found.unexpected, found.reshaped
+    chosen = select(abstract, fitting)
+    tree = read_some(folder, {key: chosen})[key] if key else read_some(folder, chosen)
     return tree, found.missing, found.unexpected, found.reshaped
 
 
