@@ -33,6 +33,19 @@ def exclusive(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         os.close(lock)
 
 
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a dead writer left beside ``folder``; nothing where a writer is at work or the place is read-only."""
+    if not any(_beside(folder, what).exists() for what in ("partial", "old")):
+        return
+    with contextlib.suppress(OSError):
+        lock = os.open(_beside(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clear_leftovers(folder)
+        finally:
+            os.close(lock)
+
+
 @contextlib.contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """A new empty folder to write into, which takes the place of ``folder`` when the block ends well.

@@ -14,7 +14,7 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
     """Raise UserError that names every field in which the store differs from the config, and the cure.
 
     Source files are compared by size and time, and by sha256 where the time differs; where none is there any more they
-    are not compared, since a store may be carried to another machine. Without ``data.source`` the source is not compared.
+    are not compared, since a store may be carried to another machine. Nor is the source without ``data.source``.
     """
     header = store.header
     pairs: list[tuple[str, object, object]] = [

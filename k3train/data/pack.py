@@ -20,8 +20,8 @@ def count_rows(split: Split, sequence_length: int) -> int:
     rows = (split.tokens - 1) // sequence_length
     if rows < 1:
         raise UserError(
-            f"{split.folder}: {split.tokens} tokens are fewer than one row (data.sequence_length {sequence_length} + 1); "
-            "prepare more text or shorten the row"
+            f"{split.folder}: {split.tokens} tokens are fewer than one row (data.sequence_length {sequence_length} + 1)"
+            "; prepare more text or shorten the row"
         )
     return rows
 

@@ -13,7 +13,7 @@ import numpy as np
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig, SourceConfig
 from k3train.data.corpora import get_corpus, locate, read_corpus
-from k3train.data.folder import exclusive, written_whole
+from k3train.data.folder import clear_leftovers, exclusive, written_whole
 from k3train.data.header import Header, SourceFile, SourceHeader, TokenizerHeader
 from k3train.data.match import difference
 from k3train.data.sources import BadRecord, Document, find_files, read_documents
@@ -61,6 +61,7 @@ def prepare(
     tokenizer = load_tokenizer(config.tokenizer)
     _check_policy(config, tokenizer)
     if not replace and (folder / HEADER).is_file():
+        clear_leftovers(folder)
         return _matching(folder, config, tokenizer)
     with exclusive(folder, say):
         if (folder / HEADER).is_file():
@@ -92,13 +93,13 @@ def ensure_store(
         holds ids that a model of ``vocab_size`` does not know.
     """
     try:
-        if is_leader and config.source is not None and not (Path(config.store) / HEADER).is_file():
+        if is_leader and config.source is not None:
             prepare(config, say=say, progress=progress)
     finally:
         barrier()
     tokenizer = load_tokenizer(config.tokenizer)
     store = open_store(config.store, vocab_size=vocab_size, tokenizer=tokenizer)
-    difference(store, config, tokenizer, with_files=is_leader)
+    difference(store, config, tokenizer, with_files=False)
     return store
 
 

@@ -86,7 +86,7 @@ def show_rows(
         names = (f"sample {sample + i} (epoch {epochs[i]}, row {numbers[i]} of {total})" for i in range(rows))
         places = list(zip(names, numbers.tolist(), strict=True))
         out.print(
-            f"{total} rows of {sequence_length} tokens; the {dropped_tokens(split, sequence_length)} at the end fill none"
+            f"{total} rows of {sequence_length} tokens; {dropped_tokens(split, sequence_length)} at the end fill none"
         )
     for name, row in places:
         batch = cut_rows(split, np.array([row]), sequence_length, store.pad_id)

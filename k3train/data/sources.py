@@ -142,7 +142,7 @@ def _parse(name: str, number: int, offset: int, line: bytes, text_field: str) ->
         inside = len(body[: error.pos].encode("utf-8"))
         if error.msg == "Extra data":
             return bad("two JSON values on one line", "", inside)
-        return bad("broken JSON", f"{error.msg} at column {error.colno}", inside)
+        return bad("broken JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}", inside)
     except (ValueError, RecursionError) as error:
         return bad("broken JSON", str(error))
     if not isinstance(record, dict):

@@ -82,8 +82,8 @@ class Split:
         tokens = (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).astype(np.int32)
         if len(tokens) and not self.counts.min_id <= int(tokens.min()) <= int(tokens.max()) <= self.counts.max_id:
             raise UserError(
-                f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} among tokens {start} to {stop}, but "
-                f"the header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {_CURE}"
+                f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} among tokens {start} to {stop}, "
+                f"but the header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {_CURE}"
             )
         return tokens
 
@@ -133,8 +133,8 @@ class Store:
         made_by = self.header.tokenizer
         if (tokenizer.kind, tokenizer.fingerprint) != (made_by.kind, made_by.fingerprint):
             raise UserError(
-                f"{self.path}: made by tokenizer {made_by.kind} {made_by.fingerprint[:12]}, but data.tokenizer "
-                f"is {tokenizer.kind} {tokenizer.fingerprint[:12]}. Name the tokenizer it was made with, or another store"
+                f"{self.path}: made by tokenizer {made_by.kind} {made_by.fingerprint[:12]}, but data.tokenizer is "
+                f"{tokenizer.kind} {tokenizer.fingerprint[:12]}. Name the tokenizer it was made with, or another store"
             )
 
     def verify(self) -> None:
