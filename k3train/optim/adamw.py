@@ -1,9 +1,9 @@
-"""AdamW with decoupled decay, for everything that is not Muon's."""
+"""AdamW with decoupled decay, for everything that is not Muon's (optax's does not pass strict dtype promotion)."""
 
 from collections.abc import Mapping
 
 import jax
-import optax
+import jax.numpy as jnp
 
 from k3train.optim.config import AdamWConfig
 from k3train.parallel.trees import Path
@@ -31,7 +31,12 @@ def adamw(
     Returns:
       (change of each array, new mu, new nu).
     """
-    state = optax.ScaleByAdamState(count=count, mu=dict(mu), nu=dict(nu))
-    steps, state = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps).update(dict(grads), state)
-    changes = {path: -lr * (step + decay[path] * params[path]) for path, step in steps.items()}
-    return changes, state.mu, state.nu
+    number = (count + 1).astype(jnp.float32)
+    mu = {path: cfg.b1 * mu[path] + (1 - cfg.b1) * g for path, g in grads.items()}
+    nu = {path: cfg.b2 * nu[path] + (1 - cfg.b2) * g * g for path, g in grads.items()}
+    unbias_mu, unbias_nu = 1 / (1 - cfg.b1**number), 1 / (1 - cfg.b2**number)
+    changes = {}
+    for path in grads:
+        step = unbias_mu * mu[path] / (jnp.sqrt(unbias_nu * nu[path]) + cfg.eps)
+        changes[path] = -lr * (step + decay[path] * params[path])
+    return changes, mu, nu
