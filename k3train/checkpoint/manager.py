@@ -200,7 +200,7 @@ class CheckpointManager:
             another dtype; each is named.
         """
         folder = layout.step_folder(self.directory, step)
-        found = differences(self._manifest(step)["arrays"], array_table(abstract)).lines()
+        found = differences(self.checked_manifest(step)["arrays"], array_table(abstract)).lines()
         if found:
             raise CheckpointRefused(_refusal(folder, found))
         return read_all(folder, abstract), self.meta(step)
@@ -211,10 +211,10 @@ class CheckpointManager:
         Raises:
           CheckpointRefused: no such step, or damaged files.
         """
-        return self._manifest(step)["meta"]
+        return self.checked_manifest(step)["meta"]
 
-    def _manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a step whose files are as written (checked once)."""
+    def checked_manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a step whose files are as written (hashed once); raises like ``meta``."""
         steps = self.steps()
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none"
@@ -260,9 +260,11 @@ def restore_subtree(
     """
     manager = CheckpointManager(directory, CheckpointConfig(), note=note)
     folder = layout.step_folder(manager.directory, step)
-    stored = manager._manifest(step)["arrays"]
+    stored = manager.checked_manifest(step)["arrays"]
     prefixes = (f"{key}.",) if key else tuple(f"{name}." for name in abstract)
-    branch = {name: entry for name, entry in stored.items() if name.startswith(prefixes)}
+    branch = {
+        name: entry for name, entry in stored.items() if name.startswith(prefixes) or (not key and name in abstract)
+    }
     if not branch:
         raise CheckpointRefused(f"{folder} holds no arrays under {' or '.join(p[:-1] for p in prefixes)}")
     if key:

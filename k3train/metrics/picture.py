@@ -13,7 +13,7 @@ from k3train.metrics.writers.jsonl import read_jsonl
 Curve = tuple[list[float], list[float]]
 
 
-def loss_picture(runs: Mapping[str, Path] | Sequence[Path], out: Path, smoothing: float = 0.95) -> None:
+def loss_picture(runs: Mapping[str, Path] | Sequence[Path], out: Path, smoothing: float = 0.9) -> None:
     """Draw one or more runs' ``metrics.jsonl`` into a PNG.
 
     Left, the training loss (faint) and its moving average; right, every ``eval/<set>/bpb``, or the losses where there

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save: the previous checkpoint stays usable, the leftover is in nobody's way."""
+"""kill -9 and a full disk in the middle of a save: the previous checkpoint stays usable, the leftover is harmless."""
 
 import signal
 import subprocess
@@ -57,3 +57,36 @@ def test_kill_during_save(tmp_path, moment):
     manager.save(2, state, {"step": 2}, block=True)
     assert manager.steps() == [1, 2] and [entry.name for entry in sorted(tmp_path.iterdir())] == ["1", "2"]
     assert any("never ended" in note for note in notes)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import jax, numpy as np
+from k3train.checkpoint.config import CheckpointConfig
+from k3train.checkpoint.errors import SaveFailed
+from k3train.checkpoint.manager import CheckpointManager
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+manager = CheckpointManager(Path(sys.argv[1]), CheckpointConfig())
+state = {"w": jax.device_put(np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32))}
+manager.save(1, state, {"step": 1}, block=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+manager.save(2, state, {"step": 2})
+try:
+    manager.wait()
+except SaveFailed as error:
+    print("FAILED", error.step, manager.steps(), manager.verify(1), str(error)[:300].replace(chr(10), " "))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+manager.save(2, state, {"step": 2}, block=True)
+print("THEN", manager.steps(), manager.verify(2))
+"""
+
+
+def test_a_full_disk_fails_the_save_and_keeps_the_older_one(tmp_path):
+    """RLIMIT_FSIZE stands for a full disk: the system refuses what Orbax writes."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("FAILED", "THEN")))
+    assert said["FAILED"].startswith("2 [1] []"), done.stdout
+    assert "saving step 2 failed" in said["FAILED"] and said["THEN"] == "[1, 2] []"
