@@ -1,0 +1,101 @@
+"""Kimi Delta Attention over packed rows: the typed entry to its implementations (k3-facts 2).
+
+B rows, T tokens, H heads, K/V key/value width.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k3train.config.errors import UserError
+from k3train.kernels.kda.chunked import chunked
+from k3train.kernels.kda.reference import recurrent
+from k3train.kernels.numerics import wide
+
+Implementation = Literal["auto", "chunked", "recurrent"]
+
+
+def resolve(implementation: Implementation) -> Literal["chunked", "recurrent"]:
+    """What ``auto`` stands for: the chunked form, which runs on every device."""
+    return "chunked" if implementation == "auto" else implementation
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    scale: float | None = None,
+    chunk: int = 64,
+    implementation: Implementation = "auto",
+    precision: lax.PrecisionLike = lax.Precision.HIGHEST,
+) -> tuple[jax.Array, jax.Array]:
+    """Per token: S <- diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = scale S^T q (k3-facts 2.1).
+
+    The state restarts where ``segment_ids`` change; a document may begin anywhere. Tokens of segment 0 are padding:
+    they leave the state as it is and their output is zero. Differentiable in q, k, v, g, beta and initial_state; the
+    backward pass recomputes everything from the inputs. All arithmetic is wide, bf16 inputs included: the gradient of
+    g is a small difference of large terms and does not survive bf16.
+
+    Args:
+      q: [B, T, H, K].
+      k: [B, T, H, K], of unit length or shorter.
+      v: [B, T, H, V].
+      g: [B, T, H, K] log-decay, <= 0, unbounded below.
+      beta: [B, T, H] in [0, 1].
+      segment_ids: [B, T] integers, documents of a row counted from 1, 0 for padding; None for one document a row.
+      initial_state: [B, H, K, V] before the row's first document; None for zeros.
+      scale: of q; K^-0.5 where None.
+      chunk: tokens in a chunk of the chunked form, a power of two.
+      implementation: which one.
+      precision: of the matrix products.
+
+    Returns:
+      o [B, T, H, V] in v's dtype, and the wide state [B, H, K, V] after the last valid token.
+
+    Raises:
+      UserError: where ``chunk`` is not a power of two.
+    """
+    if chunk < 1 or chunk & (chunk - 1):
+        raise UserError(f"kernels.kda_chunk: {chunk} is not a power of two; 64 is the usual choice")
+    if initial_state is None:
+        batch, _, heads, width = k.shape
+        initial_state = jnp.zeros((batch, heads, width, v.shape[-1]), wide(v).dtype)
+    core = {"chunked": partial(chunked, chunk=chunk), "recurrent": recurrent}[resolve(implementation)]
+
+    @jax.checkpoint
+    def run(q, k, v, g, beta, state):
+        dtype = v.dtype
+        q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
+        q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+        decay = jnp.exp(g)
+        if segment_ids is not None:
+            valid = (segment_ids > 0)[..., None]  # [B, T, 1]
+            starts = document_starts(segment_ids)[..., None, None]
+            beta = jnp.where(valid, beta, 0)
+            decay = jnp.where(starts, 0, jnp.where(valid[..., None], decay, 1))
+        o, state = core(q, k, v, decay, beta, state, precision)
+        if segment_ids is not None:
+            o = jnp.where((segment_ids > 0)[..., None, None], o, 0)
+        return o.astype(dtype), state
+
+    return run(q, k, v, g, beta, initial_state)
+
+
+def document_starts(segment_ids: jax.Array) -> jax.Array:
+    """[B, T] bool: the valid tokens at which the state restarts, i.e. not those of a row's first document.
+
+    Padding between two documents, or inside one, makes no difference.
+    """
+    position = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
+    latest = lax.cummax(jnp.where(segment_ids > 0, position, -1), axis=1)
+    latest = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)  # last valid token before t
+    before = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
+    return (segment_ids > 0) & (latest >= 0) & (before != segment_ids)

@@ -1,0 +1,42 @@
+"""The delta rule token by token: slow, obvious, the yardstick of the others (k3-facts 2.1)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def recurrent(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    precision: lax.PrecisionLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Decay the state, write the residual at the key, read with the query; a scan over tokens.
+
+    Args:
+      q: [B, T, H, K], scaled.
+      k: [B, T, H, K].
+      v: [B, T, H, V].
+      decay: [B, T, H, K] factors in [0, 1]; 0 forgets what came before (a new document).
+      beta: [B, T, H].
+      state: [B, H, K, V] before the first token.
+      precision: of the matrix products.
+      All of one wide dtype.
+
+    Returns:
+      o [B, T, H, V] and the state after the last token.
+    """
+
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, decay, beta = token
+        state = decay[..., None] * state
+        residual = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision=precision))
+        state = state + k[..., None] * residual[..., None, :]
+        return state, jnp.einsum("bhkv,bhk->bhv", state, q, precision=precision)
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta))
+    state, o = lax.scan(step, state, tokens)
+    return jnp.moveaxis(o, 0, 1), state

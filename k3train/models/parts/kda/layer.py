@@ -1,0 +1,174 @@
+"""The Kimi Delta Attention mixer: projections, short convolutions, decay, delta rule, gated norm (k3-facts 2.1).
+
+B rows, T tokens, D hidden, H heads, K width of a head's keys and values, W conv taps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from k3train.kernels.causal_conv.api import causal_conv, next_taps
+from k3train.kernels.config import KernelsConfig
+from k3train.kernels.kda.api import kda
+from k3train.kernels.kda.gate import kda_gate, l2_normalize
+from k3train.kernels.numerics import wide
+from k3train.models.param import matrix, ones, param, zeros
+from k3train.models.parts.kda.config import KDAConfig
+
+
+class KDACache(NamedTuple):
+    """What decoding keeps of the tokens so far; its size does not grow with them.
+
+    Attributes:
+      state: [B, H, K, K], wide; key axis first.
+      taps: [B, W-1, 3HK] last inputs of the q, k and v convolutions, in compute dtype.
+    """
+
+    state: jax.Array
+    taps: jax.Array
+
+
+class KDA(nnx.Module):
+    """KDA mixer, in K3's or Kimi-Linear's variant by its config."""
+
+    def __init__(
+        self, cfg: KDAConfig, hidden: int, norm_eps: float, init_std: float, kernels: KernelsConfig, *, rngs: nnx.Rngs
+    ):
+        self.cfg, self.norm_eps, self.kernels = cfg, norm_eps, kernels
+        width, heads, rank = cfg.width, cfg.num_heads, cfg.head_dim
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(self, name, matrix(rngs, (hidden, width), init_std, ("embed", "heads"), heads=heads))
+        for name in ("q_conv", "k_conv", "v_conv"):
+            setattr(self, name, param(rngs, (cfg.conv_size, width), init_conv, ("taps", "heads"), fp32=True))
+        self.f_a_proj = matrix(rngs, (hidden, rank), init_std, ("embed", "gate_rank"))
+        self.f_b_proj = matrix(rngs, (rank, width), init_std, ("gate_rank", "heads"))
+        self.dt_bias = param(rngs, (width,), init_dt_bias, ("heads",), fp32=True)
+        self.a_log = param(rngs, (heads,), zeros if cfg.gate == "bounded" else init_a_log, (None,), fp32=True)
+        self.b_proj = matrix(rngs, (hidden, heads), init_std, ("embed", None))
+        if cfg.output_gate == "full":
+            self.g_proj = matrix(rngs, (hidden, width), init_std, ("embed", "heads"))
+        else:
+            self.g_a_proj = matrix(rngs, (hidden, rank), init_std, ("embed", "gate_rank"))
+            self.g_b_proj = matrix(rngs, (rank, width), init_std, ("gate_rank", "heads"))
+        self.o_norm = param(rngs, (rank,), ones, (None,), fp32=True)
+        self.o_proj = matrix(rngs, (width, hidden), init_std, ("heads", "embed"))
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mixes packed rows.
+
+        Args:
+          x: [B, T, D] normed hidden states in compute dtype.
+          segment_ids: [B, T] int32, documents of a row counted from 1, 0 for padding; None for one document a row.
+
+        Returns:
+          y [B, T, D] in x's dtype, and float32 scalars over the valid tokens: ``decay_mean``, ``decay_min`` (of the
+          factors exp g), ``beta_mean``, and ``state_rms`` (root mean square of the rows' last states).
+        """
+        y, state, decay, beta, _ = self._mix(x, segment_ids, None, self.kernels.kda)
+        return y, _stats(decay, beta, state, segment_ids)
+
+    def init_cache(self, batch: int, dtype: jnp.dtype) -> KDACache:
+        """Cache of ``batch`` rows before their first token, for computing in ``dtype``."""
+        cfg = self.cfg
+        state = jnp.zeros((batch, cfg.num_heads, cfg.head_dim, cfg.head_dim), jnp.promote_types(dtype, jnp.float32))
+        return KDACache(state, jnp.zeros((batch, cfg.conv_size - 1, 3 * cfg.width), dtype))
+
+    def extend(self, x: jax.Array, valid: jax.Array, cache: KDACache) -> tuple[jax.Array, KDACache]:
+        """Mixes T more tokens of each row's one document: a prompt, or one decoded token.
+
+        Args:
+          x: [B, T, D].
+          valid: [B, T] bool; invalid tokens come last in a row and change nothing.
+          cache: of the tokens before.
+
+        Returns:
+          y [B, T, D], arbitrary at invalid tokens, and the cache after the valid ones.
+        """
+        implementation = "recurrent" if x.shape[1] == 1 else self.kernels.kda
+        y, state, _, _, inputs = self._mix(x, valid.astype(jnp.int32), cache, implementation)
+        lengths = jnp.sum(valid, axis=1, dtype=jnp.int32)
+        return y, KDACache(state, next_taps(inputs, cache.taps, lengths))
+
+    def _mix(self, x: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None, implementation: str):
+        """y, last state, g [B, T, H, K], beta [B, T, H] and the convolutions' inputs [B, T, 3HK]."""
+        cfg = self.cfg
+        heads = lambda a: a.reshape(*a.shape[:2], cfg.num_heads, -1)  # noqa: E731
+        inputs = jnp.concatenate([_linear(x, w) for w in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
+        conv = jnp.concatenate([self.q_conv[...], self.k_conv[...], self.v_conv[...]], axis=-1)  # [W, 3HK]
+        mixed = causal_conv(inputs, conv, segment_ids=segment_ids, taps=None if cache is None else cache.taps)
+        q, k, v = (heads(a) for a in jnp.split(mixed, 3, axis=-1))  # [B, T, H, K]
+
+        raw = heads(_linear(_linear(x, self.f_a_proj), self.f_b_proj, to_wide=True))
+        bound = cfg.gate_lower_bound if cfg.gate == "bounded" else None
+        g = kda_gate(raw, self.a_log[...], self.dt_bias[...], bound)
+        beta = jax.nn.sigmoid(_linear(x, self.b_proj, to_wide=True))  # [B, T, H]
+        o, state = kda(
+            l2_normalize(q),
+            l2_normalize(k),
+            wide(v),  # so that o stays wide until after the gate
+            g,
+            beta,
+            segment_ids=segment_ids,
+            initial_state=None if cache is None else cache.state,
+            chunk=self.kernels.kda_chunk,
+            implementation=implementation,
+        )
+        gate = heads(self._output_gate(x))
+        o = _gated_norm(o, self.o_norm[...], gate, self.norm_eps).astype(x.dtype)
+        return _linear(o.reshape(*o.shape[:2], -1), self.o_proj), state, g, beta, inputs
+
+    def _output_gate(self, x: jax.Array) -> jax.Array:
+        """Gate before its sigmoid, [B, T, HK]."""
+        if self.cfg.output_gate == "full":
+            return _linear(x, self.g_proj)
+        return _linear(_linear(x, self.g_a_proj), self.g_b_proj)
+
+
+def init_conv(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Convolution taps [W, C], uniform within +-W^-0.5: each output has about a third of an input's variance."""
+    bound = shape[0] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+def init_dt_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Inverse softplus of a step drawn log-uniformly from [1e-3, 1e-1] (k3-facts 2.2)."""
+    low, high = np.log(1e-3), np.log(1e-1)
+    step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high)), 1e-4)
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def init_a_log(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Logarithm of a rate drawn uniformly from [1, 16] (k3-facts 2.2, softplus form)."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
+
+
+def _linear(x: jax.Array, w: nnx.Param, to_wide: bool = False) -> jax.Array:
+    """``x @ w`` in x's dtype, or rounded no further than the wide accumulator."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32) if to_wide else x.dtype
+    return jnp.matmul(x, w[...].astype(x.dtype), preferred_element_type=dtype)
+
+
+def _gated_norm(o: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of each head's output, then the sigmoid gate; o and gate [B, T, H, K], weight [K]; wide."""
+    o = wide(o)
+    o = o * lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * wide(weight)[None, None, None]
+    return o * jax.nn.sigmoid(wide(gate))
+
+
+def _stats(g: jax.Array, beta: jax.Array, state: jax.Array, segment_ids: jax.Array | None) -> dict[str, jax.Array]:
+    """What ``metrics`` shows of the decay, beta and the last states; carries no gradient."""
+    g, beta, state = (lax.stop_gradient(a).astype(jnp.float32) for a in (g, beta, state))
+    decay = jnp.exp(g)
+    valid = jnp.ones(beta.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_ids[..., None] > 0, beta.shape)
+    count = jnp.maximum(jnp.sum(valid), 1).astype(jnp.float32)
+    mask = valid[..., None]  # [B, T, H, 1]
+    return {
+        "decay_mean": jnp.sum(jnp.where(mask, decay, 0)) / (count * decay.shape[-1]),
+        "decay_min": jnp.min(jnp.where(mask, decay, 1)),
+        "beta_mean": jnp.sum(jnp.where(valid, beta, 0)) / count,
+        "state_rms": jnp.sqrt(jnp.mean(jnp.square(state))),
+    }
