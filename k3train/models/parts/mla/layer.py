@@ -106,7 +106,7 @@ class MLA(nnx.Module):
         """
         cfg, count = self.cfg, x.shape[1]
         rows = jnp.arange(x.shape[0])[:, None]
-        place = cache.length[:, None] + jnp.arange(count)[None]  # [B, T]
+        place = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]  # [B, T]
         latent, shared = self._latents(x)
         slot = jnp.where(valid, place, cache.latent.shape[1])  # beyond the end: dropped
         cache = MLACache(
@@ -123,7 +123,7 @@ class MLA(nnx.Module):
         held_latent, held_shared = cache.latent.astype(x.dtype), cache.shared.astype(x.dtype)
         scores = jnp.einsum("bthl,bsl->bhts", q_latent, held_latent, preferred_element_type=accumulate)
         scores += jnp.einsum("bthr,bsr->bhts", q_shared, held_shared, preferred_element_type=accumulate)
-        seen = jnp.arange(held_latent.shape[1])[None, None] <= place[:, :, None]  # [B, T, S]
+        seen = jnp.arange(held_latent.shape[1], dtype=jnp.int32)[None, None] <= place[:, :, None]  # [B, T, S]
         p = jax.nn.softmax(jnp.where(seen[:, None], scores * cfg.qk_head_dim**-0.5, -jnp.inf), axis=-1)
         mixed = jnp.einsum("bhts,bsl->bthl", p.astype(x.dtype), held_latent)  # [B, T, H, L]
         o = jnp.einsum("bthl,lhv->bthv", mixed, up_v, preferred_element_type=accumulate)

@@ -68,5 +68,5 @@ def _keep_best_groups(biased: jax.Array, cfg: RouterConfig) -> jax.Array:
     grouped = biased.reshape(tokens, cfg.groups, experts // cfg.groups)
     best = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[2]))[0], axis=-1)  # [N, G]
     chosen = jax.lax.top_k(best, cfg.groups_used)[1]  # [N, used]
-    keep = jnp.any(chosen[:, :, None] == jnp.arange(cfg.groups)[None, None], axis=1)  # [N, G]
+    keep = jnp.any(chosen[:, :, None] == jnp.arange(cfg.groups, dtype=chosen.dtype)[None, None], axis=1)  # [N, G]
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
