@@ -15,7 +15,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from k3train.config.errors import UserError
-from k3train.config.exit_codes import ExitCode
 
 COORDINATOR = "K3TRAIN_COORDINATOR"
 NUM_PROCESSES = "K3TRAIN_NUM_PROCESSES"
@@ -83,21 +82,28 @@ def broadcast(value: Any) -> Any:
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
+def any_process(flag: bool) -> bool:
+    """Whether ``flag`` is true on any process; every process must ask, and all get the same answer."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
 def local_rows(sharding: NamedSharding, rows: int) -> range:
     """Which rows of a global batch of ``rows`` this process has to supply.
 
     Raises:
       UserError: the rows do not divide over the devices.
+      ValueError: the mesh does not keep the process's devices together.
     """
     shards = sharding.num_devices
     if rows % shards:
         raise UserError(f"a batch of {rows} rows does not divide over {shards} devices; make it a multiple of {shards}")
-    cuts = [index[0].indices(rows)[:2] for index in sharding.addressable_devices_indices_map((rows,)).values()]
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    cuts = {index[0].indices(rows)[:2] for index in indices if index is not None}
     first, last = min(start for start, _ in cuts), max(stop for _, stop in cuts)
-    if sum(stop - start for start, stop in set(cuts)) != last - first:
-        raise UserError(
-            "the mesh gives one process rows that do not lie together; order devices by process", ExitCode.BUG
-        )
+    if sum(stop - start for start, stop in cuts) != last - first:
+        raise ValueError("the mesh gives this process rows that do not lie together; order its devices by process")
     return range(first, last)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -13,12 +14,12 @@ AXES = ("data", "fsdp")
 """Mesh axes, outermost first: neighbours on ``fsdp`` are neighbours in the device order."""
 
 
-def build_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a run, all axes Auto.
 
     Args:
       cfg: sizes; -1 takes what is left.
-      devices: of all processes; default all there are.
+      devices: ``jax.Device`` of all processes; default all there are.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def formula(m):
     return x
 
 
-def step(w, g, m, heads, decay, nesterov=True):
+def formula_step(w, g, m, heads, decay, nesterov=True):
     """One update of an array [..., n, H*d], block by block."""
     m = 0.95 * m + g
     direction = g + 0.95 * m if nesterov else m
@@ -64,15 +65,14 @@ def test_equals_numpy(nesterov):
     cfg = CFG.model_copy(update={"nesterov": nesterov})
     ours = {path: jnp.asarray(w, jnp.float32) for path, w in params.items()}
     state = {path: jnp.zeros(case.shape) for path, case in CASES.items()}
+    step = jax.jit(lambda grads, state, params, lr: muon(grads, state, params, heads, decay, cfg, lr))
     for _ in range(2):
         grads = {path: rng.standard_normal(case.shape) for path, case in CASES.items()}
-        changes, state = muon(
-            {path: jnp.asarray(g, jnp.float32) for path, g in grads.items()},
-            state, ours, heads, decay, cfg, jnp.float32(LR),
-        )  # fmt: skip
+        single = {path: jnp.asarray(g, jnp.float32) for path, g in grads.items()}
+        changes, state = step(single, state, ours, jnp.float32(LR))
         ours = {path: w + changes[path] for path, w in ours.items()}
         for path, case in CASES.items():
-            params[path], momentum[path] = step(
+            params[path], momentum[path] = formula_step(
                 params[path], grads[path], momentum[path], case.heads, case.decay, nesterov
             )
     for path in CASES:
