@@ -1,0 +1,116 @@
+import subprocess
+import sys
+
+import pytest
+
+from k3train.cli.main import main
+from k3train.data.corpora import CORPORA
+
+
+@pytest.fixture
+def experiment(root, tmp_path):
+    """A tiny experiment over 40 small documents."""
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} of a [bold]small[/bold] corpus\n" * (1 + i % 5))
+    file = tmp_path / "experiment.yaml"
+    file.write_text(
+        f"""
+extends: {root}/configs/model/k3_tiny.yaml
+run: {{dir: {tmp_path}/run}}
+data:
+  store: {tmp_path}/store
+  sequence_length: 64
+  holdout: 0.2
+  source: {{files: ['{tmp_path}/*.txt']}}
+train: {{global_batch: 4, steps: 2}}
+"""
+    )
+    return str(file)
+
+
+@pytest.fixture
+def prepared(experiment, capsys):
+    assert main(["data", "prepare", experiment]) == 0
+    capsys.readouterr()
+    return experiment
+
+
+def test_prepare_reports_exactly(experiment, tmp_path, capsys):
+    assert main(["data", "prepare", experiment]) == 0
+    out = capsys.readouterr().out
+    size = sum(len(file.read_bytes()) for file in tmp_path.glob("*.txt"))
+    rows = {line.split()[0]: line.replace(",", "").split() for line in out.splitlines() if line.split()}
+    train, holdout = rows["train"], rows["holdout"]
+    assert int(train[1]) + int(holdout[1]) == 40
+    assert int(train[3]) + int(holdout[3]) == size
+    assert int(train[2]) + int(holdout[2]) == size + 80
+    assert "skipped nothing" in out and "licence: not stated" in out
+    assert "reading" not in out
+
+
+def test_prepare_again_other_policy_and_replace(prepared, capsys):
+    assert main(["data", "prepare", prepared]) == 0
+    assert main(["data", "prepare", prepared, "data.holdout=0.5"]) == 30
+    error = capsys.readouterr().err
+    assert "data.holdout: the store has 0.2, the config says 0.5" in error and "Traceback" not in error
+    assert main(["data", "prepare", "--replace", prepared, "data.holdout=0.5"]) == 0
+
+
+def test_bad_input_is_one_line_and_exit_30(experiment, tmp_path, capsys):
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    assert main(["data", "prepare", experiment]) == 30
+    error = capsys.readouterr().err
+    assert "bad.txt: line 1, byte 3: invalid UTF-8" in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "store").exists()
+    assert main(["data", "prepare", experiment, "data.source.on_bad_record=skip"]) == 0
+    assert "skipped 1 records (1 invalid UTF-8)" in capsys.readouterr().out
+
+
+def test_inspect_shows_rows(prepared, tmp_path, capsys):
+    assert main(["data", "inspect", prepared, "--rows", "3", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("epoch 0, row") == 3
+    for part in ("every checksum agrees", "next document", "‹bos›", "‹eos›", "[bold]", "targets"):
+        assert part in out
+
+
+def test_inspect_a_folder_and_its_held_out_padding(prepared, tmp_path, capsys):
+    folder = str(tmp_path / "store")
+    assert main(["data", "inspect", folder, "--holdout", "--rows", "1", "--sequence-length", "100000"]) == 0
+    assert "‹padding x " in capsys.readouterr().out
+    assert main(["data", "inspect", folder, "data.holdout=1"]) == 30
+    assert main(["data", "inspect", folder, "--rows", "-1"]) == 30
+
+
+def test_inspect_without_a_store(experiment, capsys):
+    assert main(["data", "inspect", experiment]) == 30
+    assert "no token store here" in capsys.readouterr().err
+
+
+def test_ngram_prepares_and_scores(experiment, capsys):
+    assert main(["data", "ngram", experiment, "--order", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "order-2 byte n-gram" in out
+    assert 0 < float(out.split("Kneser-Ney): ")[1].split()[0]) < 8
+
+
+def test_corpora_are_listed(capsys):
+    assert main(["data", "corpora"]) == 0
+    out = capsys.readouterr().out
+    for name in CORPORA:
+        assert name in out
+    assert "BSD-3-Clause" in out
+
+
+def test_no_action_is_a_usage_error(capsys):
+    assert main(["data"]) == 2
+
+
+def test_help_and_the_data_room_import_no_jax():
+    code = (
+        "import sys; from k3train.cli.main import main; main(['data', 'corpora']); "
+        "import k3train.data.prepare, k3train.data.ngram, k3train.data.holdout, k3train.data.report; "
+        "sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
