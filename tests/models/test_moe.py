@@ -175,3 +175,25 @@ def test_parameters_are_those_the_config_counts_and_names_list(cfg):
     assert sum(leaf.size for leaf in found.values()) == cfg.parameters(HIDDEN)
     assert set(names(cfg)) == set(found) | {"router_bias"}
     assert all(len(leaf.get_metadata("spec").axes) == leaf.ndim for leaf in found.values())
+
+
+def test_four_devices_equal_one():
+    graph, params, buffers = build(LATENT)
+    x, dy = hidden_states(10, rows=4), hidden_states(10, seed=2, rows=4)
+    ids = jnp.asarray(np.repeat([[1] * 7 + [2] * 3, [1] * 5 + [0] * 5], 2, axis=0), jnp.int32)
+    keep = jax.checkpoint_policies.save_only_these_names("routing")
+
+    def loss(params, x, ids):
+        y, stats = jax.checkpoint(lambda p, x: nnx.merge(graph, p, buffers)(x, ids), policy=keep)(params, x)
+        return jnp.sum(y * dy), (y, stats)
+
+    run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    want = jax.jit(run)(params, x, ids)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run, in_shardings=(None, rows, rows))(params, x, ids)
+        names = list(primitives(jax.make_jaxpr(run)(params, x, ids).jaxpr))
+    assert names.count("shard_map") >= 1 and names.count("top_k") == names.count("sort") == 1
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
