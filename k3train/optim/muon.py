@@ -68,30 +68,37 @@ def join_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def _orthogonalized(blocks: Mapping[Path, jax.Array], cfg: MuonConfig) -> dict[Path, jax.Array]:
-    """Newton-Schulz of every block; small arrays of blocks of one shape share a batch."""
+    """Newton-Schulz of every block; small arrays of blocks of one shape (or its transpose) share a batch."""
     dtype = jnp.dtype(cfg.dtype)
     out = {}
     for paths in _batches(blocks):
         if len(paths) == 1:
             out[paths[0]] = orthogonalize(blocks[paths[0]], cfg.steps, dtype)
             continue
-        flat = [blocks[path].reshape(-1, *blocks[path].shape[-2:]) for path in paths]
+        flat = [_wide_side(blocks[path]).reshape(-1, *sorted(blocks[path].shape[-2:])) for path in paths]
         done = orthogonalize(jnp.concatenate(flat), cfg.steps, dtype)  # [sum of batches, n, m]
         ends = [sum(len(x) for x in flat[: i + 1]) for i in range(len(flat) - 1)]
         for path, piece in zip(paths, jnp.split(done, ends), strict=True):
-            out[path] = piece.reshape(blocks[path].shape)
+            lead, tall = blocks[path].shape[:-2], blocks[path].shape[-2] > blocks[path].shape[-1]
+            piece = piece.reshape(*lead, *piece.shape[-2:])
+            out[path] = jnp.swapaxes(piece, -1, -2) if tall else piece
     return out
 
 
+def _wide_side(x: jax.Array) -> jax.Array:
+    """``x`` [..., n, m] with the shorter side first."""
+    return jnp.swapaxes(x, -1, -2) if x.shape[-2] > x.shape[-1] else x
+
+
 def _batches(blocks: Mapping[Path, jax.Array]) -> list[list[Path]]:
-    """Paths that go together: blocks of one shape, up to ``STACK_LIMIT`` elements a batch."""
+    """Paths that go together: blocks of the same two sides, up to ``STACK_LIMIT`` elements a batch."""
     closed: list[list[Path]] = []
     open_: dict[tuple[int, ...], tuple[list[Path], int]] = {}
     for path, block in blocks.items():
-        shape = block.shape[-2:]
-        paths, size = open_.get(shape, ([], 0))
+        sides = tuple(sorted(block.shape[-2:]))
+        paths, size = open_.get(sides, ([], 0))
         if paths and size + block.size > STACK_LIMIT:
             closed.append(paths)
             paths, size = [], 0
-        open_[shape] = ([*paths, path], size + block.size)
+        open_[sides] = ([*paths, path], size + block.size)
     return closed + [paths for paths, _ in open_.values()]

@@ -48,6 +48,7 @@ class Case:
 CASES = {
     ("wide",): Case((6, 20)),
     ("tall",): Case((20, 6), decay=0.0),
+    ("narrow",): Case((20, 6)),
     ("heads_tall",): Case((24, 4 * 8), heads=4),
     ("heads_wide",): Case((6, 3 * 10), heads=3),
     ("stack", "heads"): Case((2, 24, 2 * 8), heads=2),
