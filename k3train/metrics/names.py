@@ -33,6 +33,7 @@ _LAYERS = "mean over layers"
 METRICS = (
     Metric("train/loss", "nats/token", _TOKENS, "cross-entropy of the next token, without auxiliary terms"),
     Metric("train/loss_ema", "nats/token", "moving average over steps", "train/loss smoothed, bias-corrected"),
+    Metric("train/accuracy", "", _TOKENS, "share of tokens whose likeliest prediction is right"),
     Metric("train/perplexity", "", "exp of train/loss", "exponential of the loss"),
     Metric("train/mtp_loss", "nats/token", _TOKENS, "cross-entropy of the multi-token-prediction layer"),
     Metric("train/z_loss", "nats^2/token", _TOKENS, "weighted squared log-partition of the output"),

@@ -84,6 +84,16 @@ class Stack:
         return {seg.name: {str(j): self._layers[kind].specs for j, kind in enumerate(seg.kinds)}
                 for seg in self.segments}
 
+    def layer(self, number: int, params: dict, buffers: dict) -> tuple[Any, Where]:
+        """Layer ``number`` (from 0) as a module with its own arrays, and its place; to look at one layer alone."""
+        for seg in self.segments:
+            repeat, j = divmod(number - seg.first, len(seg.kinds))
+            if 0 <= repeat < seg.repeats:
+                mine = [jax.tree.map(lambda a, r=repeat: a[r], tree[seg.name][str(j)]) for tree in (params, buffers)]
+                where = Where(jnp.asarray(self._starts[number]), jnp.asarray(self._filled[number]))
+                return self._layers[seg.kinds[j]].bind(*mine), where
+        raise IndexError(f"layer {number} of {len(self._starts)}")
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _where(self, seg: Segment) -> Where:

@@ -77,7 +77,7 @@ class Optimizer:
           (params, opt_state, metrics). Where the loss or the gradient norm is not finite, params and state
           come back unchanged and ``nonfinite`` and ``skipped`` are 1. Metrics are float32 scalars:
           ``grad_norm``, ``grad_norm_clipped``, ``param_norm``, ``nonfinite``, ``skipped``,
-          ``lr/<group>``, ``update_rms/<group>``.
+          ``lr/<group>``, ``grad_norm/<group>`` (unclipped), ``update_norm/<group>``, ``update_rms/<group>``.
         """
         flat_params = flatten(params)
         flat_grads = {path: wide(g) for path, g in flatten(grads).items()}
@@ -104,6 +104,9 @@ class Optimizer:
         for group in GROUPS:
             if self.paths[group]:
                 metrics[f"lr/{group}"] = rates[group]
+                metrics[f"grad_norm/{group}"] = optax.tree.norm([flat_grads[p] for p in self.paths[group]])
+                update_norm = optax.tree.norm([changes[p] for p in self.paths[group]])
+                metrics[f"update_norm/{group}"] = jnp.where(ok, update_norm, 0)
                 metrics[f"update_rms/{group}"] = jnp.where(ok, _rms([changes[p] for p in self.paths[group]]), 0)
         return rebuild(params, new_params), new_state, metrics
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from k3train.data.batch import Batch
 from k3train.kernels.config import KernelsConfig
-from k3train.kernels.cross_entropy.api import cross_entropy
+from k3train.kernels.cross_entropy.api import CrossEntropy, cross_entropy
 from k3train.models.decoder import Decoder
 
 
@@ -50,25 +50,26 @@ def batch_loss(decoder: Decoder, params: dict, buffers: dict, batch: Batch, coun
       counts: of the whole global batch. A batch without supervised tokens has loss 0, not NaN.
 
     Returns:
-      The loss (float32 scalar, nats) and a dict: ``loss`` (cross-entropy alone), ``z_loss``, ``mtp_loss`` shares,
+      The loss (float32 scalar, nats) and a dict: ``loss`` (cross-entropy alone), ``z_loss``, ``accuracy``, ``mtp_loss`` shares,
       and the decoder's statistics.
     """
     mtp = decoder.cfg.mtp
     hidden = decoder(params, buffers, batch.tokens, batch.segment_ids, batch.targets if mtp else None)
     head = decoder.head(params)
 
-    def entropy(states: jax.Array, targets: jax.Array, mask: jax.Array, z: float) -> tuple[jax.Array, jax.Array]:
+    def entropy(states: jax.Array, targets: jax.Array, mask: jax.Array, z: float) -> CrossEntropy:
         flat = states.reshape(-1, states.shape[-1])
         return cross_entropy(flat, head, targets.reshape(-1), mask.reshape(-1), z_loss=z,
                              chunk=kernels.cross_entropy_chunk, implementation=kernels.cross_entropy)
 
-    main, z = entropy(hidden.main, batch.targets, batch.loss_mask, z_loss)
-    count = jnp.maximum(counts.main, 1)
-    parts = {"loss": main / count, "z_loss": z / count}
-    total = (main + z) / count
+    main = entropy(hidden.main, batch.targets, batch.loss_mask, z_loss)
+    count = jnp.maximum(counts.main, 1).astype(main.loss_sum.dtype)
+    parts = {"loss": main.loss_sum / count, "z_loss": main.z_sum / count,
+             "accuracy": main.correct.astype(count.dtype) / count}
+    total = parts["loss"] + parts["z_loss"]
     if hidden.mtp is not None and mtp is not None:
         targets, mask = mtp_targets(batch)
-        extra, _ = entropy(hidden.mtp, targets, mask, 0.0)
-        parts["mtp_loss"] = extra / jnp.maximum(counts.mtp, 1)
+        extra = entropy(hidden.mtp, targets, mask, 0.0).loss_sum
+        parts["mtp_loss"] = extra / jnp.maximum(counts.mtp, 1).astype(extra.dtype)
         total = total + mtp.loss_weight * parts["mtp_loss"]
     return total, parts | hidden.stats

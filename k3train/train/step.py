@@ -24,7 +24,7 @@ from k3train.train.loss import TokenCounts, batch_loss, count_tokens
 from k3train.train.state import State
 
 # How a statistic of several microbatches becomes one of the step; what is not named is averaged.
-SUMMED = ("loss", "z_loss", "mtp_loss", "load", "histogram")
+SUMMED = ("loss", "z_loss", "accuracy", "mtp_loss", "load", "histogram")
 EXTREMES = {"max_logit": jnp.maximum, "decay_min": jnp.minimum}
 
 

@@ -49,7 +49,7 @@ def mix(bank: jax.Array, filled: jax.Array, rows: Sequence[Row], query: jax.Arra
     out_dtype = rows[-1].value.dtype
     query = wide(query)
     count = bank.shape[0]
-    valid = jnp.concatenate([jnp.arange(count) < filled, jnp.stack([jnp.asarray(row.valid) for row in rows])])
+    valid = jnp.concatenate([jnp.arange(count, dtype=jnp.int32) < filled, jnp.stack([jnp.asarray(row.valid) for row in rows])])
     scores = jnp.concatenate([_scores(bank, query, eps), jnp.stack([_scores(row.value, query, eps) for row in rows])])
     scores = jnp.where(valid[:, None, None], scores, -jnp.inf)  # [N + rows, B, T]
     weights = jax.nn.softmax(scores, axis=0)

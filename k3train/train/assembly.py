@@ -1,0 +1,94 @@
+"""Everything a run is made of, put together once from its experiment."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from k3train.config.errors import UserError
+from k3train.data.prepare import ensure_store
+from k3train.data.store import Store
+from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.experiment import Experiment
+from k3train.kernels.resolve import resolve
+from k3train.models.counts import flops_per_token
+from k3train.models.decoder import Decoder
+from k3train.optim.optimizer import Optimizer
+from k3train.parallel import distributed
+from k3train.parallel.mesh import build_mesh
+from k3train.train.state import StateFactory
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one run.
+
+    Attributes:
+      exp: the experiment, with every kernel named.
+      kernels: rows (op, implementation, why) of the kernel table.
+      steps: optimizer steps of the whole run.
+      step_tokens: nominal tokens (rows x length) of one step.
+      flops: model FLOPs of one token's forward and backward pass.
+    """
+
+    exp: Experiment
+    kernels: list[tuple[str, str, str]]
+    mesh: Mesh
+    decoder: Decoder
+    optimizer: Optimizer
+    factory: StateFactory
+    tokenizer: Tokenizer
+    steps: int
+    step_tokens: int
+    flops: float
+
+    @property
+    def total_tokens(self) -> int:
+        """Nominal tokens of the whole run, where the schedule ends."""
+        return self.steps * self.step_tokens
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Dtype of activations and of the weights' working copy."""
+        return jnp.dtype(self.exp.train.compute_dtype)
+
+
+def assemble(exp: Experiment) -> Assembly:
+    """Builds mesh, model and optimizer; allocates no weights.
+
+    Raises:
+      UserError: where the mesh does not fit the devices or the batch.
+    """
+    kernels, table = resolve(exp.kernels, jax.default_backend())
+    exp = exp.model_copy(update={"kernels": kernels})
+    mesh = build_mesh(exp.mesh)
+    rows = exp.train.global_batch // exp.train.accumulation
+    if rows % mesh.size:
+        raise UserError(f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
+                        f"{rows} rows do not divide over the mesh's {mesh.size} devices; change one of these or mesh")
+    bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
+    decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins)
+    optimizer = Optimizer(exp.optim, decoder.specs())
+    step_tokens = exp.train.global_batch * exp.data.sequence_length
+    return Assembly(
+        exp=exp, kernels=table, mesh=mesh, decoder=decoder, optimizer=optimizer,
+        factory=StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None),
+        tokenizer=load_tokenizer(exp.data.tokenizer), step_tokens=step_tokens,
+        steps=exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens),
+        flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training)
+
+
+def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
+    """The run's token store, prepared by process 0 where it is absent; a progress bar shows the preparation."""
+    from k3train.data.progress import ReadingBar
+
+    def wait() -> None:
+        distributed.barrier("data")
+
+    leader = distributed.process_index() == 0
+    with ReadingBar() as bar:
+        return ensure_store(exp.data, is_leader=leader, barrier=wait, vocab_size=exp.model.vocab_size, say=say,
+                            progress=bar.update)

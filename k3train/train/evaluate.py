@@ -1,0 +1,65 @@
+"""Held-out loss: nats a token and bits a byte."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3train.data.batch import Batch
+from k3train.data.holdout import holdout_batches
+from k3train.data.store import Store
+from k3train.kernels.cross_entropy.api import cross_entropy
+from k3train.models.param import compute_copy
+from k3train.parallel import distributed
+from k3train.parallel.axes import batch_sharding
+from k3train.train.assembly import Assembly
+
+
+class Score(NamedTuple):
+    """Result of one evaluation.
+
+    Attributes:
+      loss: nats a supervised token.
+      bits_per_byte: nats / ln 2 over bytes of text (convention in ``data/holdout.py``).
+      tokens: supervised tokens.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+
+class Evaluator:
+    """Scores weights on the held-out documents; compiled once."""
+
+    def __init__(self, parts: Assembly, store: Store):
+        self._parts, exp = parts, parts.exp
+        self.data = holdout_batches(
+            store, exp.data.sequence_length, exp.train.global_batch // exp.train.accumulation, exp.eval.max_rows,
+            process_index=distributed.process_index(), process_count=distributed.process_count())
+        self._sharding = batch_sharding(parts.mesh)
+        self._score = jax.jit(self._batch_nats)
+
+    def _batch_nats(self, params: dict, buffers: dict, batch: Batch) -> jax.Array:
+        """Sum of the batch's cross-entropy, wide scalar."""
+        decoder, kernels = self._parts.decoder, self._parts.exp.kernels
+        params = compute_copy(params, decoder.specs(), self._parts.compute_dtype)
+        hidden = decoder(params, buffers, batch.tokens, batch.segment_ids).main
+        return cross_entropy(hidden.reshape(-1, hidden.shape[-1]), decoder.head(params), batch.targets.reshape(-1),
+                             batch.loss_mask.reshape(-1), chunk=kernels.cross_entropy_chunk,
+                             implementation=kernels.cross_entropy).loss_sum
+
+    def __call__(self, params: dict, buffers: dict, tick: Callable[[int, int], None] = lambda done, total: None) -> Score:
+        """Scores float32 weights on all rows; ``tick`` hears how many batches of how many are done."""
+        nats = jnp.float32(0)
+        total = len(self.data)
+        with jax.set_mesh(self._parts.mesh):
+            for i, local in enumerate(self.data):
+                batch = Batch(*(distributed.global_array(self._sharding, a) for a in local))
+                nats = nats + self._score(params, buffers, batch)
+                tick(i + 1, total)
+        sum_nats = float(nats)
+        return Score(sum_nats / max(self.data.supervised, 1),
+                     sum_nats / math.log(2) / max(self.data.source_bytes, 1), self.data.supervised)

@@ -1,0 +1,140 @@
+"""What a run says of itself: step outputs become metrics.jsonl, loads.jsonl, samples.jsonl and the progress line."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from k3train.data.batch import Batch, batch_hash
+from k3train.metrics.progress import Progress
+from k3train.metrics.summary import Ema, summarize
+from k3train.metrics.throughput import device_memory_peak_gib, host_rss_gib, peak_flops, speed
+from k3train.metrics.writers.jsonl import JsonlWriter
+from k3train.train.assembly import Assembly
+
+# Statistic of the step -> name that metrics/summary.py knows.
+STATS = {"load": "moe/load", "router_entropy": "moe/router_entropy", "max_logit": "attn/max_logit",
+         "attnres_entropy": "attnres/entropy", "attnres_weight_max": "attnres/weight_max",
+         "decay_mean": "kda/decay_mean", "decay_min": "kda/decay_min", "beta_mean": "kda/beta_mean",
+         "state_rms": "kda/state_rms"}
+LOSSES = {"loss": "train/loss", "mtp_loss": "train/mtp_loss", "z_loss": "train/z_loss", "accuracy": "train/accuracy"}
+
+
+class Moment(NamedTuple):
+    """Where a run stands after a step: steps done, rows read, nominal tokens."""
+
+    step: int
+    samples: int
+    tokens: int
+
+
+class Recorder:
+    """Writes down each step, one step late, so that the device never waits for the host.
+
+    Args:
+      folder: the run's.
+      writer: of metrics.jsonl; None on processes other than 0.
+    """
+
+    def __init__(self, parts: Assembly, folder: Path, writer: JsonlWriter | None, progress: Progress):
+        self._parts, self._folder, self._writer, self._progress = parts, folder, writer, progress
+        device = jax.devices()[0]
+        self._peak = peak_flops(device.device_kind, parts.exp.train.compute_dtype)
+        self._ema = Ema()
+        self._extra: dict = {}
+        self._late: tuple[Moment, dict, dict] | None = None
+        self._mark, self._marked_step, self._paused, self._waited = time.monotonic(), 0, 0.0, 0.0
+        self.skipped_in_a_row = 0
+
+    def start(self, step: int) -> None:
+        """Begins to measure speed at ``step``."""
+        self._mark, self._marked_step, self._paused, self._waited = time.monotonic(), step, 0.0, 0.0
+
+    def note(self, **values: float) -> None:
+        """Adds values (``perf__eval_s=3.0``) to the next line."""
+        self._extra |= {name.replace("__", "/"): value for name, value in values.items()}
+
+    def pause(self, seconds: float) -> None:
+        """Leaves out ``seconds`` of evaluating, sampling or saving from the step time."""
+        self._paused += seconds
+
+    def wait(self, seconds: float) -> None:
+        """Counts time spent waiting for a batch."""
+        self._waited += seconds
+
+    def step(self, now: Moment, outputs: dict, batch: Batch, epoch: float) -> None:
+        """Takes the outputs of the step just dispatched, still being computed, and writes down the step before it."""
+        data = {"data/batch_hash": batch_hash(batch) if jax.process_count() == 1 else None, "data/epoch": epoch,
+                "data/pad_frac": float(np.mean(batch.segment_ids == 0)),
+                "data/docs_per_row": float(np.mean(batch.segment_ids.max(axis=1)))}
+        self.flush()
+        self._late = (now, outputs, data)
+
+    def flush(self) -> None:
+        """Writes down the step that is held back; waits for it to be computed."""
+        if self._late is None:
+            return
+        (now, outputs, data), self._late = self._late, None
+        step = now.step
+        out = jax.device_get(outputs)
+        values = self._values(out) | data
+        skipped = bool(values.get("train/skipped"))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        due = step % self._parts.exp.metrics.every == 0 or step == self._parts.steps
+        if due or skipped:
+            values |= self._speed(step) | self._extra
+            self._extra = {}
+            self._write(now, values)
+        every = self._parts.exp.metrics.load_every
+        if self._writer is not None and every and step % every == 0 and "load" in out["parts"]:
+            append_line(self._folder / "loads.jsonl", {"step": step, "load": out["parts"]["load"].tolist()})
+        self._progress.update(step, values)
+
+    def _values(self, out: dict) -> dict:
+        """Metric names and values of one step's outputs."""
+        parts = out["parts"]
+        values = {name: float(parts[key]) for key, name in LOSSES.items() if key in parts}
+        values["train/loss_ema"] = self._ema.update(values["train/loss"])
+        values["train/perplexity"] = math.exp(min(values["train/loss"], 700.0))
+        values["train/supervised_tokens"] = float(out["supervised"])
+        values |= {f"train/{name}": float(value) for name, value in out["optim"].items()}
+        values |= {name: float(value) for name, value in out["clip"].items()}
+        stats = {name: parts[key] for key, name in STATS.items() if key in parts}
+        return values | summarize(stats | {"moe/router_bias": out["router_bias"]})
+
+    def _speed(self, step: int) -> dict:
+        """Speed and memory since the last line."""
+        now, steps = time.monotonic(), max(step - self._marked_step, 1)
+        seconds = max((now - self._mark - self._paused) / steps, 1e-9)
+        out = {"perf/step_s": seconds, "perf/data_wait_s": self._waited / steps,
+               "perf/hbm_peak_gib": device_memory_peak_gib(jax.local_devices()), "perf/host_rss_gib": host_rss_gib()}
+        out |= speed(self._parts.step_tokens, seconds, jax.device_count(), self._parts.flops, self._peak)
+        self.start(step)
+        return out
+
+    def _write(self, now: Moment, values: dict) -> None:
+        if self._writer is not None:
+            self._writer.write(*now, values)
+
+    def event(self, now: Moment, values: dict) -> None:
+        """Writes values of their own (an evaluation)."""
+        self._write(now, values)
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Keeps and shows text the model wrote."""
+        if self._writer is None:
+            return
+        append_line(self._folder / "samples.jsonl", {"step": step, "prompt": prompt, "text": text})
+        self._progress.print(f"--- sample at step {step} ---\n{prompt}{text}\n---")
+
+
+def append_line(path: Path, value: dict) -> None:
+    """Appends one JSON object to ``path``."""
+    from k3train.config.storage import storage
+
+    with storage(path, "write"), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")

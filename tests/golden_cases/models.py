@@ -1,0 +1,81 @@
+"""Whole-model cases: a published checkpoint, its logits, hidden states, loss and every gradient."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from k3train.convert.published import model_config, tensor_prefix
+from k3train.convert.tensors import export_tensors, import_tensors
+from k3train.data.batch import Batch
+from k3train.kernels.config import KernelsConfig
+from k3train.kernels.resolve import resolve
+from k3train.models.block import Depth
+from k3train.models.decoder import Decoder
+from k3train.models.stack import write_row
+from k3train.train.loss import batch_loss, count_tokens
+
+
+def matches(case) -> bool:
+    return (case.folder / "model.safetensors").exists() and "out_logits" in case.arrays
+
+
+def _batch(ids, documents) -> Batch:
+    """Next-token batch; a target counts where it is in the same document."""
+    targets = np.concatenate([ids[:, 1:], np.zeros_like(ids[:, :1])], 1)
+    mask = np.concatenate([documents[:, 1:] == documents[:, :-1], np.zeros_like(documents[:, :1], bool)], 1)
+    return Batch(*map(jnp.asarray, (ids, np.where(mask, targets, 0), documents, mask)))
+
+
+def compute(case, dtype) -> dict[str, np.ndarray]:
+    published = json.loads((case.folder / "config.json").read_text())
+    cfg, prefix = model_config(published), tensor_prefix(published)
+    kernels, _ = resolve(KernelsConfig(kda_chunk=16, grouped_matmul_block=8), "cpu")
+    decoder = Decoder(cfg, kernels)
+    tensors = {name: a.astype(dtype) for name, a in load_file(case.folder / "model.safetensors").items()}
+    params, buffers = jax.tree.map(jnp.asarray, import_tensors(cfg, tensors, *decoder.abstract(), prefix))
+    batch = _batch(case.arrays["input_ids"], np.ones_like(case.arrays["input_ids"]))
+    out = {}
+
+    @jax.jit
+    def run(params, batch):
+        hidden = decoder(params, buffers, batch.tokens, batch.segment_ids)
+        return decoder.logits(params, hidden.main), hidden.main
+
+    @jax.jit
+    def loss(params, batch):
+        return batch_loss(decoder, params, buffers, batch, count_tokens(batch), kernels, 0.0)[0]
+
+    out["out_logits"], out["out_final_hidden"] = run(params, batch)
+    out["out_loss"], grads = jax.value_and_grad(loss)(params, batch)
+    zeros = jax.tree.map(jnp.zeros_like, buffers)
+    named = {
+        name: grad
+        for name, grad in export_tensors(cfg, grads, zeros, prefix).items()
+        if "e_score_correction_bias" not in name
+    }
+    out |= {f"grad.{name}": grad for name, grad in named.items()}
+    names = json.loads(str(case.arrays["gradnorm_names_json"]))
+    assert set(names) == set(named), "the checkpoint's trainable tensors are not ours"
+    out["gradnorm_values"] = np.asarray([np.linalg.norm(named[name].astype(np.float64)) for name in names])
+    out["out_hidden_after_layer"] = _layer_by_layer(decoder, params, buffers, batch)
+    packed = _batch(case.arrays["packed_input_ids"], case.arrays["packed_doc_ids"])
+    out["out_packed_logits"], out["out_packed_loss"] = run(params, packed)[0], loss(params, packed)
+    return out
+
+
+def _layer_by_layer(decoder: Decoder, params, buffers, batch) -> np.ndarray:
+    """The running sum after each layer [L, B, T, D], without the scan."""
+    stack = decoder.stacks["layers"]
+    prefix = params["embedding"]["table"][batch.tokens]
+    bank = jnp.zeros((stack.rows, *prefix.shape), prefix.dtype) if stack.banked else None
+    sums = []
+    for i in range(decoder.cfg.layers.count):
+        layer, where = stack.layer(i, params["layers"], buffers["layers"])
+        _, end, _ = layer(Depth(prefix, bank, where.filled), where.starts, batch.segment_ids)
+        bank = None if bank is None else write_row(bank, where.filled, prefix, where.starts[0])
+        prefix = end
+        sums.append(end)
+    return np.stack(sums)
