@@ -4,6 +4,7 @@ A case is recognised by the arrays it holds. ``case`` has ``name``, ``arrays`` (
 """
 
 import json
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def _segments(bounds: np.ndarray) -> np.ndarray:
 def _split(x: jax.Array, bounds: np.ndarray) -> jax.Array:
     """A packed row [1, T, ...] to one padded row a segment [N, longest, ...]."""
     longest = int(np.diff(bounds).max())
-    parts = [x[0, lo:hi] for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [x[0, lo:hi] for lo, hi in pairwise(bounds)]
     return jnp.stack([jnp.pad(p, ((0, longest - len(p)),) + ((0, 0),) * (p.ndim - 1)) for p in parts])
 
 
@@ -65,7 +66,9 @@ def _merge(x: jax.Array, bounds: np.ndarray) -> jax.Array:
 
 
 def _op(arrays, dtype, implementation: str) -> dict[str, jax.Array]:
-    inputs = {n: jnp.asarray(arrays[n], dtype) for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if n in arrays}
+    inputs = {
+        n: jnp.asarray(arrays[n], dtype) for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if n in arrays
+    }
     do, dht = jnp.asarray(arrays["do"], dtype), jnp.asarray(arrays["dht"], dtype)
     bounds = arrays.get("cu_seqlens")
     raw = "A_log" in arrays
@@ -106,13 +109,16 @@ def _packed(inputs, prepare, do, dht, bounds, apart, scale, implementation: str)
     Only the last segment's state leaves a packed row, so what the other final states add to the gradients is taken
     from the rows run apart: gradient(packed, all cotangents) = packed gradient of (do, last dht) + apart's of the rest.
     """
+
     def packed_loss(p, do, last):
         o, ht = kda(*prepare(p), segment_ids=jnp.asarray(_segments(bounds)), scale=scale, implementation=implementation)
         return jnp.sum(o * do) + jnp.sum(ht[0] * last), o
 
     def others(p):
         ids = _split(jnp.ones_like(_segments(bounds)), bounds)
-        _, ht = kda(*(_split(a, bounds) for a in prepare(p)), segment_ids=ids, scale=scale, implementation=implementation)
+        _, ht = kda(
+            *(_split(a, bounds) for a in prepare(p)), segment_ids=ids, scale=scale, implementation=implementation
+        )
         return jnp.sum(ht[:-1] * dht[:-1])
 
     grads, o = jax.jit(jax.grad(packed_loss, has_aux=True))(inputs, do, dht[-1])
@@ -150,9 +156,7 @@ def _layer(arrays, dtype, implementation: str) -> dict[str, jax.Array]:
     shapes = nnx.to_pure_dict(shapes)
     stored = names(cfg)
     assert set(shapes) == set(stored)
-    weights = {
-        n: jnp.asarray(s.to_ours(arrays[f"w.{s.name}"], shapes[n].shape), dtype) for n, s in stored.items()
-    }
+    weights = {n: jnp.asarray(s.to_ours(arrays[f"w.{s.name}"], shapes[n].shape), dtype) for n, s in stored.items()}
     ids = jnp.asarray(_segments(arrays["cu_seqlens"])) if "cu_seqlens" in arrays else None
 
     def loss(weights, x):

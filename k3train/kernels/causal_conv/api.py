@@ -33,13 +33,12 @@ def causal_conv(
     back = size - 1
     before = jnp.zeros((x.shape[0], back, x.shape[2]), x.dtype) if taps is None else taps.astype(x.dtype)
     inputs = wide(jnp.concatenate([before, x], axis=1))  # [B, W-1+T, C]
-    dtype = jnp.promote_types(inputs.dtype, wide(w).dtype)
     ids = None
     if segment_ids is not None:
         ids = jnp.concatenate([jnp.repeat(segment_ids[:, :1], back, axis=1), segment_ids], axis=1)
-    y = jnp.zeros(x.shape, dtype)
+    y = jnp.zeros(x.shape, inputs.dtype)
     for tap in range(size):
-        term = inputs[:, tap : tap + tokens].astype(dtype) * w[tap].astype(dtype)[None, None]
+        term = inputs[:, tap : tap + tokens] * w[tap].astype(inputs.dtype)[None, None]
         if ids is not None and segment_ids is not None:
             term = jnp.where((ids[:, tap : tap + tokens] == segment_ids)[..., None], term, 0)
         y = y + term

@@ -13,9 +13,9 @@ from jax import lax
 
 from k3train.kernels.causal_conv.api import causal_conv, next_taps
 from k3train.kernels.config import KernelsConfig
-from k3train.kernels.kda.api import kda
+from k3train.kernels.kda.api import Implementation, kda
 from k3train.kernels.kda.gate import kda_gate, l2_normalize
-from k3train.kernels.numerics import wide
+from k3train.kernels.numerics import wide, wide_dtype
 from k3train.models.param import matrix, ones, param, zeros
 from k3train.models.parts.kda.config import KDAConfig
 
@@ -40,10 +40,13 @@ class KDA(nnx.Module):
     ):
         self.cfg, self.norm_eps, self.kernels = cfg, norm_eps, kernels
         width, heads, rank = cfg.width, cfg.num_heads, cfg.head_dim
-        for name in ("q_proj", "k_proj", "v_proj"):
-            setattr(self, name, matrix(rngs, (hidden, width), init_std, ("embed", "heads"), heads=heads))
-        for name in ("q_conv", "k_conv", "v_conv"):
-            setattr(self, name, param(rngs, (cfg.conv_size, width), init_conv, ("taps", "heads"), fp32=True))
+        conv = (cfg.conv_size, width)
+        self.q_proj = matrix(rngs, (hidden, width), init_std, ("embed", "heads"), heads=heads)
+        self.k_proj = matrix(rngs, (hidden, width), init_std, ("embed", "heads"), heads=heads)
+        self.v_proj = matrix(rngs, (hidden, width), init_std, ("embed", "heads"), heads=heads)
+        self.q_conv = param(rngs, conv, init_conv, ("taps", "heads"), fp32=True)
+        self.k_conv = param(rngs, conv, init_conv, ("taps", "heads"), fp32=True)
+        self.v_conv = param(rngs, conv, init_conv, ("taps", "heads"), fp32=True)
         self.f_a_proj = matrix(rngs, (hidden, rank), init_std, ("embed", "gate_rank"))
         self.f_b_proj = matrix(rngs, (rank, width), init_std, ("gate_rank", "heads"))
         self.dt_bias = param(rngs, (width,), init_dt_bias, ("heads",), fp32=True)
@@ -68,13 +71,13 @@ class KDA(nnx.Module):
           y [B, T, D] in x's dtype, and float32 scalars over the valid tokens: ``decay_mean``, ``decay_min`` (of the
           factors exp g), ``beta_mean``, and ``state_rms`` (root mean square of the rows' last states).
         """
-        y, state, decay, beta, _ = self._mix(x, segment_ids, None, self.kernels.kda)
-        return y, _stats(decay, beta, state, segment_ids)
+        y, state, g, beta, _ = self._mix(x, segment_ids, None, self.kernels.kda)
+        return y, _stats(g, beta, state, segment_ids)
 
     def init_cache(self, batch: int, dtype: jnp.dtype) -> KDACache:
         """Cache of ``batch`` rows before their first token, for computing in ``dtype``."""
         cfg = self.cfg
-        state = jnp.zeros((batch, cfg.num_heads, cfg.head_dim, cfg.head_dim), jnp.promote_types(dtype, jnp.float32))
+        state = jnp.zeros((batch, cfg.num_heads, cfg.head_dim, cfg.head_dim), wide_dtype(dtype))
         return KDACache(state, jnp.zeros((batch, cfg.conv_size - 1, 3 * cfg.width), dtype))
 
     def extend(self, x: jax.Array, valid: jax.Array, cache: KDACache) -> tuple[jax.Array, KDACache]:
@@ -93,7 +96,7 @@ class KDA(nnx.Module):
         lengths = jnp.sum(valid, axis=1, dtype=jnp.int32)
         return y, KDACache(state, next_taps(inputs, cache.taps, lengths))
 
-    def _mix(self, x: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None, implementation: str):
+    def _mix(self, x: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None, implementation: Implementation):
         """y, last state, g [B, T, H, K], beta [B, T, H] and the convolutions' inputs [B, T, 3HK]."""
         cfg = self.cfg
         heads = lambda a: a.reshape(*a.shape[:2], cfg.num_heads, -1)  # noqa: E731
@@ -148,7 +151,7 @@ def init_a_log(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _linear(x: jax.Array, w: nnx.Param, to_wide: bool = False) -> jax.Array:
     """``x @ w`` in x's dtype, or rounded no further than the wide accumulator."""
-    dtype = jnp.promote_types(x.dtype, jnp.float32) if to_wide else x.dtype
+    dtype = wide_dtype(x.dtype) if to_wide else x.dtype
     return jnp.matmul(x, w[...].astype(x.dtype), preferred_element_type=dtype)
 
 
@@ -163,7 +166,9 @@ def _stats(g: jax.Array, beta: jax.Array, state: jax.Array, segment_ids: jax.Arr
     """What ``metrics`` shows of the decay, beta and the last states; carries no gradient."""
     g, beta, state = (lax.stop_gradient(a).astype(jnp.float32) for a in (g, beta, state))
     decay = jnp.exp(g)
-    valid = jnp.ones(beta.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_ids[..., None] > 0, beta.shape)
+    valid = (
+        jnp.ones(beta.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_ids[..., None] > 0, beta.shape)
+    )
     count = jnp.maximum(jnp.sum(valid), 1).astype(jnp.float32)
     mask = valid[..., None]  # [B, T, H, 1]
     return {
