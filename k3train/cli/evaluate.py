@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from k3train.infer.load import load_run
+    from k3train.train.load import load_run
     from k3train.train.assembly import open_data
     from k3train.train.evaluate import Evaluator
 

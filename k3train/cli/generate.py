@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{name} must be {range_}", ExitCode.USAGE)
 
     from k3train.infer.generate import Generator
-    from k3train.infer.load import load_run
+    from k3train.train.load import load_run
 
     loaded = load_run(args.run, [], ema=args.ema, say=lambda text: print(text, file=sys.stderr))
     generator = Generator(loaded.parts.decoder, loaded.parts.tokenizer, loaded.parts.compute_dtype)

@@ -1,0 +1,101 @@
+"""The layer stack: how it is cut, and that its hand-made backward pass is the plain one's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from k3train.kernels.config import KernelsConfig
+from k3train.models.block import Depth
+from k3train.models.config import LayerKind, ModelConfig
+from k3train.models.segments import segments
+from k3train.models.stack import Stack, write_row
+
+K, KD, M = LayerKind("kda", "moe"), LayerKind("kda", "dense"), LayerKind("mla", "moe")
+
+
+def test_segments_of_k3_compile_nine_layers():
+    kinds = [KD, K, K, M] + [K, K, K, M] * 22 + [M]
+    assert sum(len(seg.kinds) for seg in segments(kinds)) == 9
+    numbers = [seg.layer(r, j) for seg in segments(kinds) for r in range(seg.repeats) for j in range(len(seg.kinds))]
+    assert numbers == list(range(93))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 13, 27])
+def test_segments_keep_every_layer_in_order(count: int):
+    rng = np.random.default_rng(count)
+    kinds = [(K, KD, M)[i] for i in rng.integers(0, 3, count)]
+    rebuilt = [kind for seg in segments(kinds) for _ in range(seg.repeats) for kind in seg.kinds]
+    assert rebuilt == kinds
+
+
+def _stack(residual: dict, remat: str) -> tuple[Stack, dict, dict, jax.Array, jax.Array]:
+    layers = {"count": 6, "kda": [1, 2, 4], "mla": [3, 5, 6]}
+    cfg = ModelConfig.model_validate({**tiny.MODEL, "layers": layers, "attn_residual": residual})
+    kernels = KernelsConfig(kda="chunked", kda_chunk=16, attention="reference", grouped_matmul="reference")
+    stack = Stack(cfg, kernels, cfg.layers.kinds(), cfg.attn_residual.block_starts(6), remat=remat, balance_bins=8)
+    rng = np.random.default_rng(0)
+    params, buffers = jax.eval_shape(stack.init, jax.random.key(0))
+    params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.2, jnp.float32), params)
+    buffers = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), buffers)
+    x = jnp.asarray(rng.normal(size=(2, 8, 32)), jnp.float32)
+    return stack, params, buffers, x, jnp.asarray([[1] * 5 + [2] * 3, [1] * 8], jnp.int32)
+
+
+def _plain(stack: Stack, params, buffers, x, segment_ids):
+    """The same layers one after the other, differentiated by JAX alone."""
+    bank, filled = (jnp.zeros((stack.rows, *x.shape), x.dtype) if stack.banked else None), 0
+    for i in range(6):
+        layer, where = stack.layer(i, params, buffers)
+        middle, end, _ = layer(Depth(x, bank, where.filled), where.starts, segment_ids)
+        if bank is not None:
+            for row, starts in ((x, where.starts[0]), (middle, where.starts[1])):
+                bank = write_row(bank, jnp.int32(filled), row, starts)
+                filled += int(starts)
+        x = end
+    return x, bank
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("residual", [{"kind": "block", "block_size": 2}, {"kind": "block", "block_size": 4},
+                                      {"kind": "full"}, {"kind": "none"}], ids=str)
+def test_backward_equals_plain_autodiff(residual: dict, remat: str):
+    stack, params, buffers, x, segment_ids = _stack(residual, remat)
+
+    def loss(run):
+        def of(params, x):
+            end, bank = run(params, x)
+            return jnp.sum(end**2) + (0.0 if bank is None else jnp.sum(bank**3))
+        return jax.jit(jax.value_and_grad(of, argnums=(0, 1)))
+
+    got = loss(lambda p, x: stack(p, buffers, x, segment_ids)[:2])(params, x)
+    want = loss(lambda p, x: _plain(stack, p, buffers, x, segment_ids))(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * float(jnp.abs(b).max() + 1e-3))
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_no_repeat_saves_the_bank(remat: str):
+    stack, params, buffers, x, segment_ids = _stack({"kind": "block", "block_size": 2}, remat)
+    grad = jax.grad(lambda p: jnp.sum(stack(p, buffers, x, segment_ids)[0]))
+    repeats = [seg.repeats for seg in stack.segments if seg.name == "period"][0]
+    assert repeats > 1
+    assert f"[{repeats},{stack.rows},2,8,32]" not in str(jax.make_jaxpr(grad)(params))
+
+
+def test_statistics_come_in_layer_order():
+    stack, params, buffers, x, segment_ids = _stack({"kind": "block", "block_size": 2}, "full")
+    *_, stats = stack(params, buffers, x, segment_ids)
+    assert stats["max_logit"].shape == (3, 2) and stats["load"].shape == (5, 8) and stats["decay_mean"].shape == (3,)
+    np.testing.assert_array_equal(stats["load"].sum(1), np.full(5, 2 * 8 * 2))
+    single = []
+    bank, prefix = jnp.zeros((stack.rows, *x.shape)), x
+    for i in range(6):
+        layer, where = stack.layer(i, params, buffers)
+        _, end, seen = layer(Depth(prefix, bank, where.filled), where.starts, segment_ids)
+        bank, prefix = write_row(bank, where.filled, prefix, where.starts[0]), end
+        single += [seen["load"]] if "load" in seen else []
+    np.testing.assert_array_equal(stats["load"], np.stack(single))
+    index = stack.by_layer(lambda kind: kind.ffn == "moe")
+    assert sorted(n for seg in index.values() for rows in seg.values() for n in rows) == list(range(5))
