@@ -4,6 +4,7 @@ A case is recognised by the arrays it holds. ``case`` has ``name``, ``arrays`` (
 """
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import jax
@@ -22,6 +23,8 @@ OP = {"q", "k", "v", "g", "beta", "do", "dht"}
 GATE = {"raw", "A_log", "dt_bias", "dy"}
 LAYER = {"x", "dy", "w.A_log", "w.q_conv1d.weight", "meta_json"}
 IMPLEMENTATIONS = ("chunked", "recurrent")
+PER_TOKEN = ("q", "k", "v", "g", "beta", "o", "do")
+SHARED = ("A_log", "dt_bias")
 
 
 def matches(case) -> bool:
@@ -53,77 +56,87 @@ def _segments(bounds: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(1, len(bounds)), np.diff(bounds))[None].astype(np.int32)
 
 
-def _split(x: jax.Array, bounds: np.ndarray) -> jax.Array:
+def _split(x: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """A packed row [1, T, ...] to one padded row a segment [N, longest, ...]."""
     longest = int(np.diff(bounds).max())
     parts = [x[0, lo:hi] for lo, hi in pairwise(bounds)]
-    return jnp.stack([jnp.pad(p, ((0, longest - len(p)),) + ((0, 0),) * (p.ndim - 1)) for p in parts])
+    return np.stack([np.pad(p, ((0, longest - len(p)),) + ((0, 0),) * (p.ndim - 1)) for p in parts])
 
 
-def _merge(x: jax.Array, bounds: np.ndarray) -> jax.Array:
+def _merge(x: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """The reverse of :func:`_split`."""
-    return jnp.concatenate([x[n, :size] for n, size in enumerate(np.diff(bounds))])[None]
+    return np.concatenate([x[n, :size] for n, size in enumerate(np.diff(bounds))])[None]
 
 
-def _op(arrays, dtype, implementation: str) -> dict[str, jax.Array]:
-    inputs = {
-        n: jnp.asarray(arrays[n], dtype) for n in ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias") if n in arrays
-    }
-    do, dht = jnp.asarray(arrays["do"], dtype), jnp.asarray(arrays["dht"], dtype)
-    bounds = arrays.get("cu_seqlens")
-    raw = "A_log" in arrays
-    scale = float(arrays["scale"]) if "scale" in arrays else None
-    normalise = raw or bool(arrays["use_qk_l2norm"])
+@cache
+def _op_gradient(implementation: str, raw: bool, bound: float | None):
+    """(inputs, l2, scale, ids, do, dht) to the gradients, o and the final states."""
 
-    def prepare(p):
+    def loss(p, l2, scale, ids, do, dht):
         q, k, g, beta = p["q"], p["k"], p["g"], p["beta"]
-        if normalise:
-            q, k = l2_normalize(q), l2_normalize(k)
+        q, k = jnp.where(l2, l2_normalize(q), q), jnp.where(l2, l2_normalize(k), k)
         if raw:
-            g, beta = kda_gate(g, p["A_log"], p["dt_bias"], _bound(arrays)), jax.nn.sigmoid(beta)
-        return q, k, p["v"], g, beta
-
-    def run(p):
-        args, options = prepare(p), {"scale": scale, "implementation": implementation}
-        if bounds is None:
-            return kda(*args, initial_state=p.get("h0"), **options)
-        # Final states are stored for each segment: one padded row a segment gives them all.
-        ids = _split(jnp.ones_like(_segments(bounds)), bounds)
-        o, ht = kda(*(_split(a, bounds) for a in args), segment_ids=ids, initial_state=p.get("h0"), **options)
-        return _merge(o, bounds), ht
-
-    def loss(p):
-        o, ht = run(p)
+            g, beta = kda_gate(g, p["A_log"], p["dt_bias"], bound), jax.nn.sigmoid(beta)
+        rest = {"segment_ids": ids, "initial_state": p["h0"], "scale": scale, "implementation": implementation}
+        o, ht = kda(q, k, p["v"], g, beta, **rest)
         return jnp.sum(o * do) + jnp.sum(ht * dht), (o, ht)
 
-    grads, (o, ht) = jax.jit(jax.grad(loss, has_aux=True))(inputs)
-    out = {"out_o": o, "out_ht": ht, **{f"out_d{n}": grad for n, grad in grads.items()}}
-    if bounds is not None and "h0" not in arrays:
-        out |= _packed(inputs, prepare, do, dht, bounds, out, scale, implementation)
-    return out
+    return jax.jit(jax.grad(loss, has_aux=True))
 
 
-def _packed(inputs, prepare, do, dht, bounds, apart, scale, implementation: str) -> dict[str, jax.Array]:
-    """o and gradients from one packed row.
+def _rows(arrays, inputs, ids, do, dht, dtype, implementation: str) -> dict[str, np.ndarray]:
+    """Results and gradients of rows; compiled for few shapes: padded to an even number of rows and to 128 tokens."""
+    rows, tokens = ids.shape
+    more, longer = -rows % 2, -tokens % 128 if tokens > 1 else 0
 
-    Only the last segment's state leaves a packed row, so what the other final states add to the gradients is taken
-    from the rows run apart: gradient(packed, all cotangents) = packed gradient of (do, last dht) + apart's of the rest.
-    """
+    def grow(name, x):
+        widths = [(0, more), (0, longer)] if name in PER_TOKEN else [(0, more)]
+        return jnp.asarray(np.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))), dtype)
 
-    def packed_loss(p, do, last):
-        o, ht = kda(*prepare(p), segment_ids=jnp.asarray(_segments(bounds)), scale=scale, implementation=implementation)
-        return jnp.sum(o * do) + jnp.sum(ht[0] * last), o
+    raw = "A_log" in arrays
+    run = _op_gradient(implementation, raw, _bound(arrays) if raw else None)
+    scale = float(arrays["scale"]) if "scale" in arrays else inputs["k"].shape[-1] ** -0.5
+    l2 = raw or bool(arrays["use_qk_l2norm"])
+    grown = {n: jnp.asarray(x, dtype) if n in SHARED else grow(n, x) for n, x in inputs.items()}
+    ids = jnp.asarray(np.pad(ids, ((0, more), (0, longer))), jnp.int32)
+    grads, (o, ht) = run(grown, l2, jnp.asarray(scale, dtype), ids, grow("do", do), grow("dht", dht))
+    results = {"o": o, "ht": ht, **{f"d{n}": grad for n, grad in grads.items()}}
 
-    def others(p):
-        ids = _split(jnp.ones_like(_segments(bounds)), bounds)
-        _, ht = kda(
-            *(_split(a, bounds) for a in prepare(p)), segment_ids=ids, scale=scale, implementation=implementation
-        )
-        return jnp.sum(ht[:-1] * dht[:-1])
+    def crop(name, x):
+        x = np.asarray(x)
+        if name.removeprefix("d") in SHARED:
+            return x
+        return x[:rows, :tokens] if name.removeprefix("d") in PER_TOKEN else x[:rows]
 
-    grads, o = jax.jit(jax.grad(packed_loss, has_aux=True))(inputs, do, dht[-1])
-    rest = jax.jit(jax.grad(others))(inputs)
-    return {"out_o": o, **{f"out_d{n}": grads[n] + rest[n] for n in grads}}
+    return {name: crop(name, x) for name, x in results.items()}
+
+
+def _op(arrays, dtype, implementation: str) -> dict[str, np.ndarray]:
+    inputs = {n: arrays[n] for n in (*PER_TOKEN, "h0", *SHARED) if n in arrays and n not in ("o", "do")}
+    inputs.setdefault("h0", np.zeros_like(arrays["dht"]))
+    do, dht, bounds = arrays["do"], arrays["dht"], arrays.get("cu_seqlens")
+    if bounds is None:
+        ids = np.ones(do.shape[:2], np.int32)
+        out = _rows(arrays, inputs, ids, do, dht, dtype, implementation)
+        return {f"out_{name}": x for name, x in out.items()}
+    # Only the last document's state leaves a packed row: one padded row a segment gives them all.
+    apart = {n: _split(x, bounds) if n in PER_TOKEN else x for n, x in inputs.items()}
+    ids = _split(np.ones_like(_segments(bounds)), bounds)
+    packed = "h0" not in arrays  # then o, its gradients and the last state come from the packed row itself
+    cotangents = (np.zeros_like(_split(do, bounds)), dht * _not_last(dht)) if packed else (_split(do, bounds), dht)
+    out = _rows(arrays, apart, ids, *cotangents, dtype, implementation)
+    out = {n: _merge(x, bounds) if n.removeprefix("d") in PER_TOKEN else x for n, x in out.items()}
+    if packed:
+        row = {**inputs, "h0": inputs["h0"][:1]}
+        whole = _rows(arrays, row, _segments(bounds), do, dht[-1:], dtype, implementation)
+        summed = {n: out[n] + whole[n] for n in out if n[0] == "d" and n != "dh0"}
+        out |= summed | {"o": whole["o"], "ht": np.concatenate([out["ht"][:-1], whole["ht"]])}
+    return {f"out_{name}": x for name, x in out.items()}
+
+
+def _not_last(x: np.ndarray) -> np.ndarray:
+    """1 for every segment but the last, which has 0."""
+    return (np.arange(len(x)) < len(x) - 1).reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _gate(arrays, dtype) -> dict[str, jax.Array]:

@@ -40,9 +40,9 @@ def kda(
     """Per token: S <- diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = scale S^T q (k3-facts 2.1).
 
     The state restarts where ``segment_ids`` change; a document may begin anywhere. Tokens of segment 0 are padding:
-    they leave the state as it is and their output is zero. Differentiable in q, k, v, g, beta and initial_state; the
-    backward pass recomputes everything from the inputs. All arithmetic is wide, bf16 inputs included: the gradient of
-    g is a small difference of large terms and does not survive bf16.
+    they leave the state as it is and their output is zero. Differentiable in q, k, v, g, beta and initial_state; what
+    the backward pass keeps is the caller's choice (``jax.checkpoint`` round a layer leaves the inputs only). All
+    arithmetic is wide, bf16 inputs included: the gradient of g does not survive bf16.
 
     Args:
       q: [B, T, H, K].
@@ -70,23 +70,19 @@ def kda(
         initial_state = jnp.zeros((batch, heads, width, v.shape[-1]), wide(v).dtype)
     core = {"chunked": partial(chunked, chunk=chunk), "recurrent": recurrent}[resolve(implementation)]
 
-    @jax.checkpoint
-    def run(q, k, v, g, beta, state):
-        dtype = v.dtype
-        q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, state))
-        q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-        decay = jnp.exp(g)
-        if segment_ids is not None:
-            valid = (segment_ids > 0)[..., None]  # [B, T, 1]
-            starts = document_starts(segment_ids)[..., None, None]
-            beta = jnp.where(valid, beta, 0)
-            decay = jnp.where(starts, 0, jnp.where(valid[..., None], decay, 1))
+    dtype = v.dtype
+    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, initial_state))
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    decay = jnp.exp(g)
+    if segment_ids is None:
         o, state = core(q, k, v, decay, beta, state, precision)
-        if segment_ids is not None:
-            o = jnp.where((segment_ids > 0)[..., None, None], o, 0)
         return o.astype(dtype), state
-
-    return run(q, k, v, g, beta, initial_state)
+    valid = (segment_ids > 0)[..., None]  # [B, T, 1]
+    starts = document_starts(segment_ids)[..., None, None]
+    beta = jnp.where(valid, beta, 0)
+    decay = jnp.where(starts, 0, jnp.where(valid[..., None], decay, 1))
+    o, state = core(q, k, v, decay, beta, state, precision)
+    return jnp.where(valid[..., None], o, 0).astype(dtype), state
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:

@@ -33,14 +33,14 @@ def chunked(
 
     Work inside chunks is batched over all of them; only one [K, K] x [K, V] product a chunk is sequential.
     """
-    tokens = q.shape[1]
+    tokens, width = q.shape[1], k.shape[-1]
     chunk = min(chunk, 1 << (tokens - 1).bit_length())
     q, k, v, beta = (_cut(x, chunk, 0) for x in (q, k, v, beta[..., None]))  # [B, H, N, C, .]
     decay = _cut(decay, chunk, 1)
-    inverse, scores, prefix, suffix = _pairs(q, k, decay, beta, precision)
-    matmul = partial(jnp.matmul, precision=precision)
+    scores, a, seams, prefix, suffix = _pairs(q, k, decay, beta, precision)
+    inverse = _inverse(a, lax.stop_gradient(seams), precision)
 
-    width = k.shape[-1]
+    matmul = partial(jnp.matmul, precision=precision)
     wu = matmul(inverse, jnp.concatenate([beta * prefix * k, beta * v], axis=-1))
     w, u = wu[..., :width], wu[..., width:]
     update = matmul(jnp.swapaxes(k * suffix, -1, -2), wu)  # [B, H, N, K, K+V]
@@ -63,43 +63,89 @@ def _cut(x: jax.Array, chunk: int, fill: int) -> jax.Array:
 
 def _pairs(
     q: jax.Array, k: jax.Array, decay: jax.Array, beta: jax.Array, precision: lax.PrecisionLike
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """X [.., C, C], P [.., C, C], and the decay of each token since the chunk's start and until its end [.., C, K]."""
-    lead, (size, width) = k.shape[:-2], k.shape[-2:]
-    matmul = partial(jnp.matmul, precision=precision)
-    inverse = jnp.ones((*lead, size, 1, 1), k.dtype)
+) -> tuple[jax.Array, jax.Array, list[jax.Array], jax.Array, jax.Array]:
+    """What pairs of tokens of a chunk have to do with each other.
+
+    Returns:
+      P [.., C, C]; A [.., C, C]; A's block at every seam [.., n, b, b] for b = 1, 2, 4, ..; the decay of each token
+      since before the chunk's first [.., C, K], and from each token until the chunk's end [.., C, K].
+    """
     scores = jnp.sum(q * k, axis=-1)[..., None, None]
-    prefix, suffix = decay, jnp.ones_like(decay)  # inclusive, exclusive; within blocks of b
-    b = 1
-    while b < size:
-        halves = (*lead, size // (2 * b), 2, b)
-        pre, suf = prefix.reshape(*halves, width), suffix.reshape(*halves, width)
-        late = pre[..., 1, :, :]  # [.., n, b, K]
-        columns = k.reshape(*halves, width)[..., 0, :, :] * suf[..., 0, :, :]
-        q_rows = q.reshape(*halves, width)[..., 1, :, :] * late
-        k_rows = k.reshape(*halves, width)[..., 1, :, :] * late
-        rows = jnp.concatenate([q_rows, k_rows], axis=-2)
-        seam = jnp.einsum("...ik,...jk->...ij", rows, columns, precision=precision)  # [.., n, 2b, b]
-        a = seam[..., b:, :] * beta.reshape(*halves, 1)[..., 1, :, :]
+    a = jnp.zeros_like(scores)
+    prefix, suffix = decay, jnp.ones_like(decay)  # within blocks of b; inclusive, exclusive
+    seams, b = [], 1
+    while b < k.shape[-2]:
+        prefix_early, prefix_late = _blocks(prefix, b)
+        suffix_early, suffix_late = _blocks(suffix, b)
+        k_early, k_late = _blocks(k, b)
+        q_late, beta_late = _blocks(q, b)[1], _blocks(beta, b)[1]
 
-        x = inverse.reshape(*halves, b)
-        x_early, x_late = x[..., 0, :, :], x[..., 1, :, :]
-        inverse = _join(x_early, -matmul(matmul(x_late, a), x_early), x_late)
-        p = scores.reshape(*halves, b)
-        scores = _join(p[..., 0, :, :], seam[..., :b, :], p[..., 1, :, :])
+        rows = jnp.concatenate([q_late * prefix_late, k_late * prefix_late], axis=-2)  # [.., n, 2b, K]
+        seam = jnp.einsum("...ik,...jk->...ij", rows, k_early * suffix_early, precision=precision)
+        seam_scores, seam_a = jnp.split(seam, 2, axis=-2)  # [.., n, b, b]
+        seam_a = seam_a * beta_late
+        seams.append(seam_a)
+        scores, a = _join(scores, seam_scores), _join(a, seam_a)
 
-        whole_early, whole_late = pre[..., 0, -1:, :], pre[..., 1, -1:, :]
-        one = jnp.ones_like(whole_early)
-        prefix = (pre * jnp.stack([one, whole_early], axis=-3)).reshape(prefix.shape)
-        suffix = (suf * jnp.stack([whole_late, one], axis=-3)).reshape(suffix.shape)
+        prefix = _unblock(prefix_early, prefix_late * prefix_early[..., -1:, :])
+        suffix = _unblock(suffix_early * prefix_late[..., -1:, :], suffix_late)
         b *= 2
-    return inverse[..., 0, :, :], scores[..., 0, :, :], prefix, suffix
+    return scores[..., 0, :, :], a[..., 0, :, :], seams, prefix, suffix
 
 
-def _join(early: jax.Array, across: jax.Array, late: jax.Array) -> jax.Array:
-    """[[early, 0], [across, late]], each [.., b, b]."""
+def _blocks(x: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """[.., C, D] to the earlier and the later blocks of each pair, [.., n, b, D]."""
+    return _early_late(x.reshape(*x.shape[:-2], -1, b, x.shape[-1]))
+
+
+def _early_late(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[.., 2n, b, D] to twice [.., n, b, D]; a split, since its transpose is one concatenation, not two paddings."""
+    pairs = blocks.reshape(*blocks.shape[:-3], -1, 2, *blocks.shape[-2:])
+    early, late = jnp.split(pairs, 2, axis=-3)
+    return jnp.squeeze(early, axis=-3), jnp.squeeze(late, axis=-3)
+
+
+def _unblock(early: jax.Array, late: jax.Array) -> jax.Array:
+    """The reverse of :func:`_blocks`."""
+    x = jnp.stack([early, late], axis=-3)
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+
+
+def _join(blocks: jax.Array, across: jax.Array) -> jax.Array:
+    """Pairs of diagonal blocks [.., 2n, b, b] and what lies below them [.., n, b, b] to blocks [.., n, 2b, 2b]."""
+    early, late = _early_late(blocks)
     top = jnp.concatenate([early, jnp.zeros_like(across)], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([across, late], axis=-1)], axis=-2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _inverse(a: jax.Array, seams: list[jax.Array], precision: lax.PrecisionLike) -> jax.Array:
+    """X = (I + A)^-1 from A's blocks at the seams; the gradient goes to A itself, -X^T dX X^T (k3-facts 2.4).
+
+    Every block formed is the exact inverse of one of I + A's own: with keys of at most unit length and beta at most 1
+    nothing larger than the result arises, as it does in products of powers of A.
+    """
+    matmul = partial(jnp.matmul, precision=precision)
+    x = jnp.ones((*a.shape[:-1], 1, 1), a.dtype)
+    for seam in seams:
+        early, late = _early_late(x)
+        x = _join(x, -matmul(matmul(late, seam), early))
+    return x[..., 0, :, :]
+
+
+def _inverse_fwd(a: jax.Array, seams: list[jax.Array], precision: lax.PrecisionLike):
+    x = _inverse(a, seams, precision)
+    return x, (x, seams)
+
+
+def _inverse_bwd(precision: lax.PrecisionLike, saved: tuple[jax.Array, list[jax.Array]], dx: jax.Array):
+    x, seams = saved
+    matmul = partial(jnp.matmul, precision=precision)
+    transposed = jnp.swapaxes(x, -1, -2)
+    return -matmul(matmul(transposed, dx), transposed), jax.tree.map(jnp.zeros_like, seams)
+
+
+_inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def _states(
