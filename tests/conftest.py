@@ -4,8 +4,10 @@ import os
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("K3TRAIN_TEST_PLATFORM", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# Tests compile far longer than they run, so the code generator may do without optimising (half the time).
+for flag in ("--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0"):
+    if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 import jax
 import pytest

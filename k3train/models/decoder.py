@@ -85,7 +85,7 @@ class Decoder:
         for name, part in parts.items():
             number = sum(ord(c) << (8 * (i % 3)) for i, c in enumerate(name))
             params[name], buffers[name] = part.init(jax.random.fold_in(key, number))
-        return params, {name: buffers[name] for name in self.stacks}
+        return params, {name: held for name, held in buffers.items() if held}
 
     def abstract(self) -> tuple[dict, dict]:
         """Shapes and dtypes of :meth:`init`'s result, nothing allocated."""
@@ -113,12 +113,12 @@ class Decoder:
         """
         embedding = self._bind("embedding", params)
         x = shard_rows(embedding(tokens))
-        prefix, bank, stats = self.stacks["layers"](params["layers"], buffers["layers"], x, segment_ids)
+        prefix, bank, stats = self.stacks["layers"](params["layers"], buffers.get("layers", {}), x, segment_ids)
         main = self._bind("exit", params)(prefix, bank)
         mtp = None
         if next_tokens is not None and "mtp_layers" in self.stacks:
             joined = self._bind("mtp_entry", params)(main, embedding(next_tokens))
-            prefix, bank, mtp_stats = self.stacks["mtp_layers"](params["mtp_layers"], buffers["mtp_layers"], joined,
+            prefix, bank, mtp_stats = self.stacks["mtp_layers"](params["mtp_layers"], buffers.get("mtp_layers", {}), joined,
                                                                  segment_ids)
             mtp = self._bind("mtp_exit", params)(prefix, bank)
             stats = stats | {f"mtp_{name}": value for name, value in mtp_stats.items()}
@@ -146,5 +146,5 @@ class Decoder:
           Final hidden states [B, T, D] and the new cache.
         """
         x = self._bind("embedding", params)(tokens)
-        prefix, bank, cache = self.stacks["layers"].extend(params["layers"], buffers["layers"], x, valid, cache)
+        prefix, bank, cache = self.stacks["layers"].extend(params["layers"], buffers.get("layers", {}), x, valid, cache)
         return self._bind("exit", params)(prefix, bank), cache

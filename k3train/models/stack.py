@@ -76,7 +76,8 @@ class Stack:
                 keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers)
                 p, b = jax.vmap(self._layers[kind].init)(keys)
                 params.setdefault(seg.name, {})[str(j)] = p
-                buffers.setdefault(seg.name, {})[str(j)] = b
+                if b:  # an empty dict would not survive a checkpoint
+                    buffers.setdefault(seg.name, {})[str(j)] = b
         return params, buffers
 
     def specs(self) -> dict:
@@ -89,7 +90,8 @@ class Stack:
         for seg in self.segments:
             repeat, j = divmod(number - seg.first, len(seg.kinds))
             if 0 <= repeat < seg.repeats:
-                mine = [jax.tree.map(lambda a, r=repeat: a[r], tree[seg.name][str(j)]) for tree in (params, buffers)]
+                mine = [jax.tree.map(lambda a, r=repeat: a[r], tree.get(seg.name, {}).get(str(j), {}))
+                        for tree in (params, buffers)]
                 where = Where(jnp.asarray(self._starts[number]), jnp.asarray(self._filled[number]))
                 return self._layers[seg.kinds[j]].bind(*mine), where
         raise IndexError(f"layer {number} of {len(self._starts)}")
@@ -133,7 +135,7 @@ class Stack:
             kept, seen = [], []
             for j, kind in enumerate(seg.kinds):
                 here = Where(where.starts[j], where.filled[j])
-                layer = self._layer(kind, layer_buffers[str(j)], here, segment_ids)
+                layer = self._layer(kind, layer_buffers.get(str(j), {}), here, segment_ids)
                 if tape is None:
                     outputs, layer_stats = layer(layer_params[str(j)], prefix, bank)
                 else:
@@ -146,7 +148,7 @@ class Stack:
 
         carry = (x, bank)
         for seg in self.segments:
-            xs = (params[seg.name], buffers[seg.name], jax.tree.map(jnp.asarray, self._where(seg)))
+            xs = (params[seg.name], buffers.get(seg.name, {}), jax.tree.map(jnp.asarray, self._where(seg)))
             carry, (saved[seg.name], stats[seg.name]) = lax.scan(lambda c, x, seg=seg: body(seg, c, x), carry, xs)
         return (*carry, stats), saved
 
@@ -265,7 +267,7 @@ class Stack:
             new = {}
             for j, kind in enumerate(seg.kinds):
                 here = Where(where.starts[j], where.filled[j])
-                layer: Any = self._layers[kind].bind(layer_params[str(j)], layer_buffers[str(j)])
+                layer: Any = self._layers[kind].bind(layer_params[str(j)], layer_buffers.get(str(j), {}))
 
                 def mixer(h, _, layer=layer, j=j):
                     y, new[str(j)] = layer.mixer.extend(h, valid, layer_cache[str(j)])
@@ -278,7 +280,7 @@ class Stack:
 
         carry, out = (x, bank), {}
         for seg in self.segments:
-            xs = (params[seg.name], buffers[seg.name], cache[seg.name], jax.tree.map(jnp.asarray, self._where(seg)))
+            xs = (params[seg.name], buffers.get(seg.name, {}), cache[seg.name], jax.tree.map(jnp.asarray, self._where(seg)))
             carry, out[seg.name] = lax.scan(lambda c, x, seg=seg: body(seg, c, x), carry, xs)
         return (*carry, out)
 

@@ -73,8 +73,9 @@ def render(rows: list[GroupRow]) -> Table:
     for title in ("group", "blocks", "lr", "decay", "arrays", "elements", "names"):
         table.add_column(title, justify="left" if title in ("group", "names") else "right")
     for row in rows:
+        names = dict.fromkeys(name.split("*.")[-1] for name in row.names)  # the same part in several segments
         table.add_row(row.group, str(row.heads), f"{row.lr:g}", f"{row.weight_decay:g}", f"{row.arrays:,}",
-                      f"{row.elements:,}", ", ".join(row.names))  # fmt: skip
+                      f"{row.elements:,}", ", ".join(names))  # fmt: skip
     return table
 
 

@@ -90,7 +90,7 @@ def test_pieces_equal_the_whole(cfg):
     graph, weights = build(cfg)
     x = draw(2, 12, HIDDEN)
     whole, _ = forward(cfg)(weights, x, None)
-    cache = nnx.merge(graph, weights).init_cache(2, jnp.float32)
+    cache = nnx.merge(graph, weights).init_cache(2, 12, jnp.float32)
     # The prompts are of 5 and 3 tokens; the second row runs two tokens behind from then on.
     valid = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
     garbage = jnp.where(valid[..., None], x[:, :5], 7.0)
@@ -157,7 +157,7 @@ def test_bf16_keeps_its_dtype_and_the_state_wide():
     want, _ = forward(K3)(weights, x, None)
     assert y.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(y, np.float32) - want) < 0.05 * np.linalg.norm(want)
-    cache = nnx.merge(graph, half).init_cache(1, jnp.bfloat16)
+    cache = nnx.merge(graph, half).init_cache(1, 12, jnp.bfloat16)
     y, cache = extend(K3)(half, x[:, :1].astype(jnp.bfloat16), jnp.ones((1, 1), bool), cache)
     assert y.dtype == jnp.bfloat16 and cache.state.dtype == jnp.float32 and cache.taps.dtype == jnp.bfloat16
 

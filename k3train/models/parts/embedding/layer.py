@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from k3train.kernels.embedding.api import lookup
 from k3train.models.param import normal, param
 
 
@@ -14,4 +15,4 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Vectors [B, T, D] of token ids [B, T] int32; ids must lie in the vocabulary (the store checks them)."""
-        return self.table[...][tokens]
+        return lookup(self.table[...], tokens)

@@ -74,8 +74,8 @@ class KDA(nnx.Module):
         y, state, g, beta, _ = self._mix(x, segment_ids, None, self.kernels.kda)
         return y, _stats(g, beta, state, segment_ids)
 
-    def init_cache(self, batch: int, dtype: jnp.dtype) -> KDACache:
-        """Cache of ``batch`` rows before their first token, for computing in ``dtype``."""
+    def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache:
+        """Cache of ``batch`` rows before their first token, for computing in ``dtype``; any ``capacity`` fits."""
         cfg = self.cfg
         state = jnp.zeros((batch, cfg.num_heads, cfg.head_dim, cfg.head_dim), wide_dtype(dtype))
         return KDACache(state, jnp.zeros((batch, cfg.conv_size - 1, 3 * cfg.width), dtype))
