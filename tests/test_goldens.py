@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
 from golden_cases import attn_residual, kda, mla, models, moe
 
 FOLDER = Path(os.environ.get("K3TRAIN_GOLDENS", Path(__file__).parent / "goldens"))

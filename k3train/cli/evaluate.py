@@ -25,20 +25,23 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from k3train.train.load import load_run
     from k3train.train.assembly import open_data
     from k3train.train.evaluate import Evaluator
+    from k3train.train.load import load_run
 
     console = Console(file=sys.stderr, highlight=False)
     loaded = load_run(args.run, args.overrides, ema=args.ema, say=lambda text: console.print(text, markup=False))
     evaluator = Evaluator(loaded.parts, open_data(loaded.parts.exp, console.print))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("scoring held-out rows")
-        score = evaluator(loaded.params, loaded.buffers,
-                          lambda done, total: bar.update(task, completed=done, total=total))
+        score = evaluator(
+            loaded.params, loaded.buffers, lambda done, total: bar.update(task, completed=done, total=total)
+        )
     if args.json:
         print(json.dumps({"run": args.run, "step": loaded.step} | score._asdict()))
     else:
-        print(f"{args.run} step {loaded.step}: loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
-              f"over {score.tokens:,} tokens")
+        print(
+            f"{args.run} step {loaded.step}: loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
+            f"over {score.tokens:,} tokens"
+        )
     return 0

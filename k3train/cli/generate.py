@@ -26,8 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from k3train.config.errors import UserError
     from k3train.config.exit_codes import ExitCode
 
-    for name, ok, range_ in (("--tokens", args.tokens > 0, "above 0"), ("--temperature", args.temperature >= 0, "0 or more"),
-                             ("--top-p", 0 < args.top_p <= 1, "in (0, 1]")):
+    for name, ok, range_ in (
+        ("--tokens", args.tokens > 0, "above 0"),
+        ("--temperature", args.temperature >= 0, "0 or more"),
+        ("--top-p", 0 < args.top_p <= 1, "in (0, 1]"),
+    ):
         if not ok:
             raise UserError(f"{name} must be {range_}", ExitCode.USAGE)
 
@@ -36,8 +39,15 @@ def run(args: argparse.Namespace) -> int:
 
     loaded = load_run(args.run, [], ema=args.ema, say=lambda text: print(text, file=sys.stderr))
     generator = Generator(loaded.parts.decoder, loaded.parts.tokenizer, loaded.parts.compute_dtype)
-    ids = generator.stream(loaded.params, loaded.buffers, args.prompt, tokens=args.tokens,
-                           temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    ids = generator.stream(
+        loaded.params,
+        loaded.buffers,
+        args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
     sys.stdout.write(args.prompt)
     for piece in generator.pieces(ids):
         sys.stdout.write(piece)

@@ -1,6 +1,7 @@
 """Published tensors to our trees and back, by the parts' own name tables. Arrays are NumPy; imports no JAX."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -9,8 +10,9 @@ from k3train.models.config import ModelConfig
 from k3train.models.names import model_names
 
 
-def import_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray], params: dict, buffers: dict, prefix: str
-                   ) -> tuple[dict, dict]:
+def import_tensors(
+    cfg: ModelConfig, tensors: Mapping[str, np.ndarray], params: dict, buffers: dict, prefix: str
+) -> tuple[dict, dict]:
     """Our parameters and buffers filled from published tensors, every array of the main model.
 
     Args:
@@ -44,13 +46,19 @@ def import_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray], params: 
         if home.repeat is None:
             _put(trees[home.buffer], home.path, array)
         else:
-            whole = filled.setdefault((home.buffer, home.path), np.empty(
-                _at(trees[home.buffer], home.path).shape, array.dtype))
+            whole = filled.setdefault(
+                (home.buffer, home.path), np.empty(_at(trees[home.buffer], home.path).shape, array.dtype)
+            )
             whole[home.repeat] = array
     unknown = sorted(set(tensors) - used)
     if missing or unknown:
-        raise UserError("; ".join(f"{len(names)} {what} tensors, first {names[0]}" for what, names in
-                                  (("missing", missing), ("unknown", unknown)) if names))
+        raise UserError(
+            "; ".join(
+                f"{len(names)} {what} tensors, first {names[0]}"
+                for what, names in (("missing", missing), ("unknown", unknown))
+                if names
+            )
+        )
     for (buffer, path), array in filled.items():
         _put(trees[buffer], path, array)
     return trees[False], trees[True]
@@ -73,7 +81,7 @@ def _copy(tree: dict) -> dict:
     return {k: _copy(v) if isinstance(v, dict) else v for k, v in tree.items()}
 
 
-def _at(tree: dict, path: tuple[str, ...]):
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree

@@ -1,21 +1,21 @@
 """What one step reads: the batch and its hash. Imports no JAX."""
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
 class Batch(NamedTuple):
-    """Packed rows, each array [B, T]."""
+    """Packed rows, each array [B, T]: NumPy on the host, jax arrays (or their shapes) in the step."""
 
-    tokens: np.ndarray
+    tokens: Any
     """int32 token ids; the pad id (0 where there is none) in padding."""
-    targets: np.ndarray
+    targets: Any
     """int32 next token; 0 where none is supervised."""
-    segment_ids: np.ndarray
+    segment_ids: Any
     """int32 documents counted from 1 in each row; 0 is padding."""
-    loss_mask: np.ndarray
+    loss_mask: Any
     """bool: the target is in the same document and counts in the loss."""
 
 

@@ -24,8 +24,18 @@ class Generator:
         self._extend = jax.jit(self._extend_and_sample, static_argnames=("temperature", "top_p"), donate_argnums=(4,))
         self._prepare = jax.jit(partial(compute_copy, specs=decoder.specs(), dtype=dtype))
 
-    def _extend_and_sample(self, params: dict, buffers: dict, tokens: jax.Array, valid: jax.Array, cache: dict,
-                           key: jax.Array, *, temperature: float, top_p: float) -> tuple[jax.Array, dict]:
+    def _extend_and_sample(
+        self,
+        params: dict,
+        buffers: dict,
+        tokens: jax.Array,
+        valid: jax.Array,
+        cache: dict,
+        key: jax.Array,
+        *,
+        temperature: float,
+        top_p: float,
+    ) -> tuple[jax.Array, dict]:
         """Runs tokens [B, T]; draws the token after the last valid one [B]."""
         hidden, cache = self._decoder.extend(params, buffers, tokens, valid, cache)
         last = valid.sum(axis=1) - 1
@@ -33,8 +43,17 @@ class Generator:
         logits = self._decoder.logits(params, hidden)
         return sample(logits, key, temperature, top_p, self._tokenizer.vocab_size), cache
 
-    def stream(self, params: dict, buffers: dict, prompt: str, *, tokens: int, temperature: float = 0.8,
-               top_p: float = 0.95, seed: int = 0) -> Iterator[int]:
+    def stream(
+        self,
+        params: dict,
+        buffers: dict,
+        prompt: str,
+        *,
+        tokens: int,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+    ) -> Iterator[int]:
         """Yields up to ``tokens`` ids after ``prompt``; ends early at the tokenizer's EOS.
 
         Args:
@@ -53,8 +72,9 @@ class Generator:
         valid = jnp.arange(padded)[None] < len(ids)
         key = jax.random.key(seed)
         for i in range(tokens):
-            drawn, cache = self._extend(params, buffers, block, valid, cache, jax.random.fold_in(key, i),
-                                        temperature=temperature, top_p=top_p)
+            drawn, cache = self._extend(
+                params, buffers, block, valid, cache, jax.random.fold_in(key, i), temperature=temperature, top_p=top_p
+            )
             token = int(drawn[0])
             if token == self._tokenizer.eos_id:
                 return
@@ -68,9 +88,9 @@ class Generator:
             seen.append(token)
             text = self._tokenizer.decode(seen)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(said):]
+                yield text[len(said) :]
                 said = text
-        yield self._tokenizer.decode(seen)[len(said):] if seen else ""
+        yield self._tokenizer.decode(seen)[len(said) :] if seen else ""
 
     def text(self, params: dict, buffers: dict, prompt: str, **options) -> str:
         """The continuation of ``prompt`` as text; options as in :meth:`stream`."""

@@ -69,8 +69,9 @@ class DecoderLayer(nnx.Module):
             return self.ffn(x, segment_ids)
         return self.ffn(x), {}
 
-    def __call__(self, depth: Depth, starts: jax.Array, segment_ids: jax.Array | None, mixer=None
-                 ) -> tuple[jax.Array, jax.Array, dict]:
+    def __call__(
+        self, depth: Depth, starts: jax.Array, segment_ids: jax.Array | None, mixer=None
+    ) -> tuple[jax.Array, jax.Array, dict]:
         """Runs the layer; the caller writes the bank (``stack.write_row``).
 
         Args:

@@ -40,19 +40,30 @@ class LayersConfig(Section):
             missing = sorted(set(range(1, self.count + 1)) - set(named))
             twice = sorted({n for n in named if named.count(n) > 1})
             beyond = sorted(n for n in set(named) if not 1 <= n <= self.count)
-            faults = [f"{what} {which}" for what, which in
-                      (("in neither list:", missing), ("listed twice:", twice), ("outside 1..count:", beyond)) if which]
-            raise ValueError(f"layers.kda and layers.mla must name each of the {self.count} layers once; "
-                             + "; ".join(faults))
+            faults = [
+                f"{what} {which}"
+                for what, which in (
+                    ("in neither list:", missing),
+                    ("listed twice:", twice),
+                    ("outside 1..count:", beyond),
+                )
+                if which
+            ]
+            raise ValueError(
+                f"layers.kda and layers.mla must name each of the {self.count} layers once; " + "; ".join(faults)
+            )
         return self
 
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, first to last."""
         mla = set(self.mla)
         return tuple(
-            LayerKind("mla" if i + 1 in mla else "kda",
-                      "moe" if i >= self.first_dense and i % self.moe_every == 0 else "dense")
-            for i in range(self.count))
+            LayerKind(
+                "mla" if i + 1 in mla else "kda",
+                "moe" if i >= self.first_dense and i % self.moe_every == 0 else "dense",
+            )
+            for i in range(self.count)
+        )
 
 
 class ModelConfig(Section):

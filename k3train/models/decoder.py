@@ -58,23 +58,40 @@ class Exit(nnx.Module):
 class Decoder:
     """Pure functions of one model; shapes in the module's docstring."""
 
-    def __init__(self, cfg: ModelConfig, kernels: KernelsConfig, *, remat: Literal["full", "none"] = "full",
-                 balance_bins: int = 0):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        kernels: KernelsConfig,
+        *,
+        remat: Literal["full", "none"] = "full",
+        balance_bins: int = 0,
+    ):
         self.cfg = cfg
         hidden, eps, std = cfg.hidden_size, cfg.norm_eps, cfg.init_std
         layers = cfg.layers.count
-        self._modules = {"embedding": ModuleDef(lambda rngs: Embedding(cfg.vocab_size, hidden, std, rngs=rngs)),
-                         "exit": ModuleDef(lambda rngs: Exit(cfg, rngs=rngs))}
+        self._modules = {
+            "embedding": ModuleDef(lambda rngs: Embedding(cfg.vocab_size, hidden, std, rngs=rngs)),
+            "exit": ModuleDef(lambda rngs: Exit(cfg, rngs=rngs)),
+        }
         if not cfg.tie_embeddings:
             self._modules["head"] = ModuleDef(lambda rngs: Head(hidden, cfg.vocab_size, std, rngs=rngs))
-        self.stacks = {"layers": Stack(cfg, kernels, cfg.layers.kinds(), cfg.attn_residual.block_starts(layers),
-                                        remat=remat, balance_bins=balance_bins)}
+        self.stacks = {
+            "layers": Stack(
+                cfg,
+                kernels,
+                cfg.layers.kinds(),
+                cfg.attn_residual.block_starts(layers),
+                remat=remat,
+                balance_bins=balance_bins,
+            )
+        }
         if cfg.mtp is not None:
             kind = LayerKind(cfg.mtp.mixer, cfg.mtp.ffn)
             self._modules["mtp_entry"] = ModuleDef(lambda rngs: MTPEntry(hidden, eps, std, rngs=rngs))
             self._modules["mtp_exit"] = ModuleDef(lambda rngs: Exit(cfg, rngs=rngs))
-            self.stacks["mtp_layers"] = Stack(cfg, kernels, [kind], cfg.attn_residual.block_starts(1),
-                                               remat=remat, balance_bins=balance_bins)
+            self.stacks["mtp_layers"] = Stack(
+                cfg, kernels, [kind], cfg.attn_residual.block_starts(1), remat=remat, balance_bins=balance_bins
+            )
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -93,16 +110,24 @@ class Decoder:
 
     def specs(self) -> dict:
         """The :class:`k3train.models.param.ParamSpec` of every parameter, in the parameters' nesting."""
-        return {**{name: part.specs for name, part in self._modules.items()},
-                **{name: stack.specs() for name, stack in self.stacks.items()}}
+        return {
+            **{name: part.specs for name, part in self._modules.items()},
+            **{name: stack.specs() for name, stack in self.stacks.items()},
+        }
 
     def _bind(self, name: str, params: dict) -> Any:
         return self._modules[name].bind(params[name], {})
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def __call__(self, params: dict, buffers: dict, tokens: jax.Array, segment_ids: jax.Array | None = None,
-                 next_tokens: jax.Array | None = None) -> Hidden:
+    def __call__(
+        self,
+        params: dict,
+        buffers: dict,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        next_tokens: jax.Array | None = None,
+    ) -> Hidden:
         """Runs the model.
 
         Args:
@@ -118,8 +143,9 @@ class Decoder:
         mtp = None
         if next_tokens is not None and "mtp_layers" in self.stacks:
             joined = self._bind("mtp_entry", params)(main, embedding(next_tokens))
-            prefix, bank, mtp_stats = self.stacks["mtp_layers"](params["mtp_layers"], buffers.get("mtp_layers", {}), joined,
-                                                                 segment_ids)
+            prefix, bank, mtp_stats = self.stacks["mtp_layers"](
+                params["mtp_layers"], buffers.get("mtp_layers", {}), joined, segment_ids
+            )
             mtp = self._bind("mtp_exit", params)(prefix, bank)
             stats = stats | {f"mtp_{name}": value for name, value in mtp_stats.items()}
         return Hidden(main, mtp, stats)
@@ -138,8 +164,9 @@ class Decoder:
         """Empty decode cache for up to ``capacity`` tokens a row: KDA states and taps, MLA latents."""
         return self.stacks["layers"].init_cache(batch, capacity, dtype)
 
-    def extend(self, params: dict, buffers: dict, tokens: jax.Array, valid: jax.Array, cache: dict
-               ) -> tuple[jax.Array, dict]:
+    def extend(
+        self, params: dict, buffers: dict, tokens: jax.Array, valid: jax.Array, cache: dict
+    ) -> tuple[jax.Array, dict]:
         """Runs new tokens [B, T] int32 after those in the cache; ``valid`` [B, T] bool is false only at the end.
 
         Returns:

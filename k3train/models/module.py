@@ -21,8 +21,9 @@ class ModuleDef:
         self.module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self._graph, params, self._buffers = nnx.split(self.module, nnx.Param, Buffer)
         self._params = params
-        self.specs = jax.tree.map(lambda v: v.get_metadata()["spec"], _pure_variables(params),
-                                  is_leaf=lambda v: isinstance(v, nnx.Variable))
+        self.specs = jax.tree.map(
+            lambda v: v.get_metadata()["spec"], _pure_variables(params), is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
 
     def init(self, key: jax.Array) -> tuple[dict, dict]:
         """Fresh parameters and buffers, as nested dicts of arrays."""
@@ -41,5 +42,6 @@ def _pure_variables(state: nnx.State) -> dict:
 
 def _with(state: nnx.State, arrays: dict) -> nnx.State:
     """A state of the same variables holding ``arrays``."""
-    return nnx.State({k: _with(v, arrays[k]) if isinstance(v, nnx.State) else v.replace(arrays[k])
-                      for k, v in state.items()})
+    return nnx.State(
+        {k: _with(v, arrays[k]) if isinstance(v, nnx.State) else v.replace(arrays[k]) for k, v in state.items()}
+    )

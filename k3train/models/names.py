@@ -28,8 +28,10 @@ class Home(NamedTuple):
 
 def _layer_names(cfg: ModelConfig, kind: LayerKind) -> dict[str, Stored]:
     """Our attribute paths within one layer to published names after ``layers.N.``."""
-    out = {"input_norm.weight": Stored("input_layernorm.weight"),
-           "post_norm.weight": Stored("post_attention_layernorm.weight")}
+    out = {
+        "input_norm.weight": Stored("input_layernorm.weight"),
+        "post_norm.weight": Stored("post_attention_layernorm.weight"),
+    }
     if cfg.attn_residual.kind != "none":
         for ours, theirs in (("mixer_residual", "self_attention_res"), ("ffn_residual", "mlp_res")):
             out |= {f"{ours}.{k}": v.under(theirs) for k, v in residual_names().items()}
@@ -49,11 +51,15 @@ def model_names(cfg: ModelConfig, prefix: str = "") -> dict[Home, Stored]:
       prefix: before every name: ``language_model.`` for K3, nothing for Kimi-Linear.
     """
     model = f"{prefix}model."
-    out = {Home(("embedding", "table"), None, False): Stored(f"{model}embed_tokens.weight"),
-           Home(("exit", "norm", "weight"), None, False): Stored(f"{model}norm.weight")}
+    out = {
+        Home(("embedding", "table"), None, False): Stored(f"{model}embed_tokens.weight"),
+        Home(("exit", "norm", "weight"), None, False): Stored(f"{model}norm.weight"),
+    }
     if cfg.attn_residual.kind != "none":
-        out |= {Home(("exit", "residual", k), None, False): v.under(f"{model}output_attn_res")
-                for k, v in residual_names().items()}
+        out |= {
+            Home(("exit", "residual", k), None, False): v.under(f"{model}output_attn_res")
+            for k, v in residual_names().items()
+        }
     if not cfg.tie_embeddings:
         out[Home(("head", "weight"), None, False)] = Stored(f"{prefix}lm_head.weight", "linear")
     for seg in segments(cfg.layers.kinds()):

@@ -59,12 +59,18 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], init: Init, axes: tuple[str | 
     return nnx.Param(init(rngs.params(), shape), spec=ParamSpec(axes, **spec))
 
 
-def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str | None, ...], *, heads: int = 1) -> nnx.Param:
+def matrix(
+    rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str | None, ...], *, heads: int = 1
+) -> nnx.Param:
     """Declares a matrix [..., in, out] for Muon, drawn from N(0, std^2)."""
     return param(rngs, shape, normal(std), axes, group="muon", heads=heads, decay=True)
 
 
 def compute_copy(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     """The working copy of the master weights: cast to ``dtype``, but for those declared ``fp32``."""
-    return jax.tree.map(lambda spec, p: p if spec.fp32 else p.astype(dtype), specs, params,
-                        is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return jax.tree.map(
+        lambda spec, p: p if spec.fp32 else p.astype(dtype),
+        specs,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, ParamSpec),
+    )

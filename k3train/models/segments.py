@@ -32,14 +32,17 @@ def segments(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
     best = (count, 0, count, 0)  # layers compiled, period, prefix, repeats
     for period in range(1, count // 2 + 1):
         for start in range(count - 2 * period + 1):
-            copy, repeats = kinds[start:start + period], 1
-            while kinds[start + repeats * period:start + (repeats + 1) * period] == copy:
+            copy, repeats = kinds[start : start + period], 1
+            while kinds[start + repeats * period : start + (repeats + 1) * period] == copy:
                 repeats += 1
             if repeats > 1:
                 compiled = count - (repeats - 1) * period
                 best = min(best, (compiled, period, start, repeats))
     _, period, start, repeats = best
     tail = start + period * repeats
-    parts = (Segment("prefix", 0, kinds[:start], 1), Segment("period", start, kinds[start:start + period], repeats),
-             Segment("tail", tail, kinds[tail:], 1))
+    parts = (
+        Segment("prefix", 0, kinds[:start], 1),
+        Segment("period", start, kinds[start : start + period], repeats),
+        Segment("tail", tail, kinds[tail:], 1),
+    )
     return tuple(part for part in parts if part.kinds and part.repeats)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from k3train.kernels.config import KernelsConfig
@@ -31,8 +30,8 @@ SAVED_NAMES = ("routing",)
 class Where(NamedTuple):
     """What a layer's place in the stack decides, as data: leading axis the repeats, then the position."""
 
-    starts: np.ndarray | jax.Array  # bool [..., 2], whether (mixer, feed-forward) open a block
-    filled: np.ndarray | jax.Array  # int32 [...], rows of the bank before the layer
+    starts: Any  # NumPy or jax, bool [..., 2], whether (mixer, feed-forward) open a block
+    filled: Any  # NumPy or jax, int32 [...], rows of the bank before the layer
 
 
 def write_row(bank: jax.Array, at: jax.Array, row: jax.Array, starts: jax.Array) -> jax.Array:
@@ -53,8 +52,16 @@ def take_row(bank: jax.Array, at: jax.Array, starts: jax.Array) -> tuple[jax.Arr
 class Stack:
     """Layers of one model as pure functions of nested dicts ``{segment: {position: arrays [R, ...]}}``."""
 
-    def __init__(self, cfg: ModelConfig, kernels: KernelsConfig, kinds: Sequence[LayerKind],
-                 starts: Sequence[tuple[bool, bool]], *, remat: Literal["full", "none"], balance_bins: int):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        kernels: KernelsConfig,
+        kinds: Sequence[LayerKind],
+        starts: Sequence[tuple[bool, bool]],
+        *,
+        remat: Literal["full", "none"],
+        balance_bins: int,
+    ):
         self.segments = segments(kinds)
         self.banked = cfg.attn_residual.kind != "none"
         self.full = cfg.attn_residual.kind == "full"
@@ -62,8 +69,10 @@ class Stack:
         self._starts = np.asarray(starts, bool).reshape(-1, 2)  # [L, 2]
         self._filled = (np.cumsum(self._starts.sum(1)) - self._starts.sum(1)).astype(np.int32)  # [L]
         self.rows = int(self._starts.sum())
-        self._layers = {kind: ModuleDef(lambda rngs, kind=kind: DecoderLayer(cfg, kind, kernels, balance_bins, rngs=rngs))
-                        for kind in dict.fromkeys(kinds)}
+        self._layers = {
+            kind: ModuleDef(lambda rngs, kind=kind: DecoderLayer(cfg, kind, kernels, balance_bins, rngs=rngs))
+            for kind in dict.fromkeys(kinds)
+        }
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
@@ -82,16 +91,19 @@ class Stack:
 
     def specs(self) -> dict:
         """The :class:`ParamSpec` of every parameter, in the parameters' own nesting."""
-        return {seg.name: {str(j): self._layers[kind].specs for j, kind in enumerate(seg.kinds)}
-                for seg in self.segments}
+        return {
+            seg.name: {str(j): self._layers[kind].specs for j, kind in enumerate(seg.kinds)} for seg in self.segments
+        }
 
     def layer(self, number: int, params: dict, buffers: dict) -> tuple[Any, Where]:
         """Layer ``number`` (from 0) as a module with its own arrays, and its place; to look at one layer alone."""
         for seg in self.segments:
             repeat, j = divmod(number - seg.first, len(seg.kinds))
             if 0 <= repeat < seg.repeats:
-                mine = [jax.tree.map(lambda a, r=repeat: a[r], tree.get(seg.name, {}).get(str(j), {}))
-                        for tree in (params, buffers)]
+                mine = [
+                    jax.tree.map(lambda a, r=repeat: a[r], tree.get(seg.name, {}).get(str(j), {}))
+                    for tree in (params, buffers)
+                ]
                 where = Where(jnp.asarray(self._starts[number]), jnp.asarray(self._filled[number]))
                 return self._layers[seg.kinds[j]].bind(*mine), where
         raise IndexError(f"layer {number} of {len(self._starts)}")
@@ -152,8 +164,9 @@ class Stack:
             carry, (saved[seg.name], stats[seg.name]) = lax.scan(lambda c, x, seg=seg: body(seg, c, x), carry, xs)
         return (*carry, stats), saved
 
-    def __call__(self, params: dict, buffers: dict, x: jax.Array, segment_ids: jax.Array | None
-                 ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+    def __call__(
+        self, params: dict, buffers: dict, x: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
         """Runs the layers on x [B, T, D].
 
         Args:
@@ -185,8 +198,15 @@ class Stack:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def _backward(self, params: dict, saved: dict, bank: jax.Array | None, segment_ids: jax.Array | None, cotangents,
-                  tape: "_Tape"):
+    def _backward(
+        self,
+        params: dict,
+        saved: dict,
+        bank: jax.Array | None,
+        segment_ids: jax.Array | None,
+        cotangents,
+        tape: "_Tape",
+    ):
         """Gradients of parameters and input; the bank's gradient is one wide buffer over all layers."""
         d_prefix, d_bank, _ = cotangents
         d_bank = None if d_bank is None else wide(d_bank)
@@ -197,7 +217,8 @@ class Stack:
             d_params = {}
             for j in reversed(range(len(seg.kinds))):
                 starts, filled = where.starts[j], where.filled[j]
-                d_outputs, d_written = (d_prefix,), None
+                d_outputs: tuple = (d_prefix,)
+                d_written = jnp.zeros((), d_prefix.dtype)
                 if d_bank is not None:
                     if self.full:
                         d_middle, d_bank = take_row(d_bank, filled + starts[0].astype(jnp.int32), starts[1])
@@ -237,22 +258,37 @@ class Stack:
 
         It leads from a statistic [layers that have it, ...] back to the layers' own parameters.
         """
-        numbers = [n for seg in self.segments for r in range(seg.repeats) for j, kind in enumerate(seg.kinds)
-                   if has(kind) for n in [seg.layer(r, j)]]
+        numbers = [
+            n
+            for seg in self.segments
+            for r in range(seg.repeats)
+            for j, kind in enumerate(seg.kinds)
+            if has(kind)
+            for n in [seg.layer(r, j)]
+        ]
         rank = {number: i for i, number in enumerate(sorted(numbers))}
-        return {seg.name: {str(j): np.asarray([rank[seg.layer(r, j)] for r in range(seg.repeats)])
-                           for j, kind in enumerate(seg.kinds) if has(kind)} for seg in self.segments}
+        return {
+            seg.name: {
+                str(j): np.asarray([rank[seg.layer(r, j)] for r in range(seg.repeats)])
+                for j, kind in enumerate(seg.kinds)
+                if has(kind)
+            }
+            for seg in self.segments
+        }
 
     def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> dict:
         """Empty decode caches of every layer, stacked like the parameters."""
+
         def one(kind: LayerKind, repeats: int):
-            cache = self._layers[kind].module.mixer.init_cache(batch, capacity, dtype)
+            layer: Any = self._layers[kind].module
+            cache = layer.mixer.init_cache(batch, capacity, dtype)
             return jax.tree.map(lambda a: jnp.broadcast_to(a, (repeats, *a.shape)), cache)
 
         return {seg.name: {str(j): one(kind, seg.repeats) for j, kind in enumerate(seg.kinds)} for seg in self.segments}
 
-    def extend(self, params: dict, buffers: dict, x: jax.Array, valid: jax.Array, cache: dict
-               ) -> tuple[jax.Array, jax.Array | None, dict]:
+    def extend(
+        self, params: dict, buffers: dict, x: jax.Array, valid: jax.Array, cache: dict
+    ) -> tuple[jax.Array, jax.Array | None, dict]:
         """Runs T new tokens x [B, T, D] after those in ``cache``; ``valid`` [B, T] bool, false only at the end.
 
         Returns:
@@ -280,7 +316,12 @@ class Stack:
 
         carry, out = (x, bank), {}
         for seg in self.segments:
-            xs = (params[seg.name], buffers.get(seg.name, {}), cache[seg.name], jax.tree.map(jnp.asarray, self._where(seg)))
+            xs = (
+                params[seg.name],
+                buffers.get(seg.name, {}),
+                cache[seg.name],
+                jax.tree.map(jnp.asarray, self._where(seg)),
+            )
             carry, out[seg.name] = lax.scan(lambda c, x, seg=seg: body(seg, c, x), carry, xs)
         return (*carry, out)
 

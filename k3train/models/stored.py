@@ -43,9 +43,9 @@ class Stored:
             case "row":
                 out = array[0]
             case "a_log":
-                if np.any(array[shape[0]:]):
+                if np.any(array[shape[0] :]):
                     raise ValueError(f"{self.name}: padding beyond {shape[0]} heads is not zero")
-                out = array[:shape[0]]
+                out = array[: shape[0]]
             case "a_log_4d":
                 out = array.reshape(-1)
             case _:

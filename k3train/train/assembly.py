@@ -67,18 +67,26 @@ def assemble(exp: Experiment) -> Assembly:
     mesh = build_mesh(exp.mesh)
     rows = exp.train.global_batch // exp.train.accumulation
     if rows % mesh.size:
-        raise UserError(f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
-                        f"{rows} rows do not divide over the mesh's {mesh.size} devices; change one of these or mesh")
+        raise UserError(
+            f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
+            f"{rows} rows do not divide over the mesh's {mesh.size} devices; change one of these or mesh"
+        )
     bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
     decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins)
     optimizer = Optimizer(exp.optim, decoder.specs())
     step_tokens = exp.train.global_batch * exp.data.sequence_length
     return Assembly(
-        exp=exp, kernels=table, mesh=mesh, decoder=decoder, optimizer=optimizer,
+        exp=exp,
+        kernels=table,
+        mesh=mesh,
+        decoder=decoder,
+        optimizer=optimizer,
         factory=StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None),
-        tokenizer=load_tokenizer(exp.data.tokenizer), step_tokens=step_tokens,
+        tokenizer=load_tokenizer(exp.data.tokenizer),
+        step_tokens=step_tokens,
         steps=exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens),
-        flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training)
+        flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training,
+    )
 
 
 def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
@@ -90,5 +98,6 @@ def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
 
     leader = distributed.process_index() == 0
     with ReadingBar() as bar:
-        return ensure_store(exp.data, is_leader=leader, barrier=wait, vocab_size=exp.model.vocab_size, say=say,
-                            progress=bar.update)
+        return ensure_store(
+            exp.data, is_leader=leader, barrier=wait, vocab_size=exp.model.vocab_size, say=say, progress=bar.update
+        )

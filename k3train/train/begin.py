@@ -41,8 +41,11 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     if run.resume in ("auto", "must"):
         good = manager.newest_good()
         if good is None:
-            raise UserError(f"{manager.directory}: no checkpoint verifies; nothing was loaded and nothing deleted. "
-                            "Move the run folder aside to start anew", ExitCode.CHECKPOINT)
+            raise UserError(
+                f"{manager.directory}: no checkpoint verifies; nothing was loaded and nothing deleted. "
+                "Move the run folder aside to start anew",
+                ExitCode.CHECKPOINT,
+            )
         step = good
     state, meta = source.restore(step, parts.factory.abstract)
     if own:
@@ -57,9 +60,13 @@ def _with_weights_of(parts: Assembly, state: State, say: Say) -> State:
     found = locate(run.init_from or "")
     wanted = {name: parts.factory.abstract[name] for name in ("params", "buffers")}
     loaded, missing, unexpected, reshaped = restore_subtree(
-        found.directory, found.step, wanted, run.init_partial, key=None, note=say)
-    for what, names in (("kept fresh, not in the checkpoint", missing), ("in the checkpoint, not used", unexpected),
-                        ("kept fresh, of another shape", reshaped)):
+        found.directory, found.step, wanted, run.init_partial, key=None, note=say
+    )
+    for what, names in (
+        ("kept fresh, not in the checkpoint", missing),
+        ("in the checkpoint, not used", unexpected),
+        ("kept fresh, of another shape", reshaped),
+    ):
         for name in names:
             say(f"init_from: {name} {what}")
     say(f"weights from {found.directory.parent} at step {found.step}")
@@ -71,5 +78,7 @@ def _with_weights_of(parts: Assembly, state: State, say: Say) -> State:
 
 def _overlay(tree: dict, over: dict) -> dict:
     """``tree`` with the leaves that ``over`` has."""
-    return {key: _overlay(value, over.get(key, {})) if isinstance(value, dict) else over.get(key, value)
-            for key, value in tree.items()}
+    return {
+        key: _overlay(value, over.get(key, {})) if isinstance(value, dict) else over.get(key, value)
+        for key, value in tree.items()
+    }

@@ -30,7 +30,9 @@ class TrainConfig(Section):
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("train takes either steps or tokens")
         if self.global_batch % self.accumulation:
-            raise ValueError(f"train.accumulation {self.accumulation} must divide train.global_batch {self.global_batch}")
+            raise ValueError(
+                f"train.accumulation {self.accumulation} must divide train.global_batch {self.global_batch}"
+            )
         return self
 
 

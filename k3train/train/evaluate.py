@@ -37,8 +37,13 @@ class Evaluator:
     def __init__(self, parts: Assembly, store: Store):
         self._parts, exp = parts, parts.exp
         self.data = holdout_batches(
-            store, exp.data.sequence_length, exp.train.global_batch // exp.train.accumulation, exp.eval.max_rows,
-            process_index=distributed.process_index(), process_count=distributed.process_count())
+            store,
+            exp.data.sequence_length,
+            exp.train.global_batch // exp.train.accumulation,
+            exp.eval.max_rows,
+            process_index=distributed.process_index(),
+            process_count=distributed.process_count(),
+        )
         self._sharding = batch_sharding(parts.mesh)
         self._score = jax.jit(self._batch_nats)
 
@@ -47,11 +52,18 @@ class Evaluator:
         decoder, kernels = self._parts.decoder, self._parts.exp.kernels
         params = compute_copy(params, decoder.specs(), self._parts.compute_dtype)
         hidden = decoder(params, buffers, batch.tokens, batch.segment_ids).main
-        return cross_entropy(hidden.reshape(-1, hidden.shape[-1]), decoder.head(params), batch.targets.reshape(-1),
-                             batch.loss_mask.reshape(-1), chunk=kernels.cross_entropy_chunk,
-                             implementation=kernels.cross_entropy).loss_sum
+        return cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            decoder.head(params),
+            batch.targets.reshape(-1),
+            batch.loss_mask.reshape(-1),
+            chunk=kernels.cross_entropy_chunk,
+            implementation=kernels.cross_entropy,
+        ).loss_sum
 
-    def __call__(self, params: dict, buffers: dict, tick: Callable[[int, int], None] = lambda done, total: None) -> Score:
+    def __call__(
+        self, params: dict, buffers: dict, tick: Callable[[int, int], None] = lambda done, total: None
+    ) -> Score:
         """Scores float32 weights on all rows; ``tick`` hears how many batches of how many are done."""
         nats = jnp.float32(0)
         total = len(self.data)
@@ -61,5 +73,8 @@ class Evaluator:
                 nats = nats + self._score(params, buffers, batch)
                 tick(i + 1, total)
         sum_nats = float(nats)
-        return Score(sum_nats / max(self.data.supervised, 1),
-                     sum_nats / math.log(2) / max(self.data.source_bytes, 1), self.data.supervised)
+        return Score(
+            sum_nats / max(self.data.supervised, 1),
+            sum_nats / math.log(2) / max(self.data.source_bytes, 1),
+            self.data.supervised,
+        )

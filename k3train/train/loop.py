@@ -32,7 +32,6 @@ from k3train.train.assembly import Assembly, assemble, open_data
 from k3train.train.begin import begin
 from k3train.train.evaluate import Evaluator
 from k3train.train.record import Moment, Recorder
-from k3train.train.state import State
 from k3train.train.step import build_train_step
 
 
@@ -64,12 +63,23 @@ class Run:
         self.exp = self.parts.exp
         store = open_data(exp, self.console.print)
         folder.claim(STORE_KEY, store.fingerprint)
-        self.manager = CheckpointManager(folder.checkpoints, exp.checkpoint, process=distributed.process_index(),
-                                         barrier=distributed.barrier, note=self.say)
+        self.manager = CheckpointManager(
+            folder.checkpoints,
+            exp.checkpoint,
+            process=distributed.process_index(),
+            barrier=distributed.barrier,
+            note=self.say,
+        )
         self.state, self.first, self.samples, self.tokens = begin(self.parts, self.manager, self.say)
-        self.loader = Loader(store.train, exp.data, exp.train.global_batch, exp.data.shuffle_seed,
-                             distributed.process_index(), distributed.process_count(),
-                             start_sample=self.samples)
+        self.loader = Loader(
+            store.train,
+            exp.data,
+            exp.train.global_batch,
+            exp.data.shuffle_seed,
+            distributed.process_index(),
+            distributed.process_count(),
+            start_sample=self.samples,
+        )
         self.evaluator = Evaluator(self.parts, store) if store.holdout.tokens > 1 else None
         self.generator = Generator(self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype)
         self.last_save = time.monotonic()
@@ -105,9 +115,13 @@ class Run:
         shape = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(self.parts.mesh))
         mask = jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=shape.sharding)
         with self.console.status("compiling the train step"):
-            compiled = jax.jit(step, donate_argnums=0, out_shardings=(self.parts.factory.shardings, None)).lower(
-                self.parts.factory.abstract, Batch(shape, shape, shape, mask),
-                jax.ShapeDtypeStruct((), jnp.float32)).compile()
+            compiled = (
+                jax.jit(step, donate_argnums=0, out_shardings=(self.parts.factory.shardings, None))
+                .lower(
+                    self.parts.factory.abstract, Batch(shape, shape, shape, mask), jax.ShapeDtypeStruct((), jnp.float32)
+                )
+                .compile()
+            )
         seconds = time.monotonic() - began
         self.recorder.note(perf__compile_s=seconds)
         self.say(f"compiled in {seconds:.1f} s")
@@ -138,8 +152,12 @@ class Run:
             self.recorder.step(Moment(step, self.samples, self.tokens), outputs, local, self.loader.epoch)
             profiler.after(step, outputs)
             if self.recorder.skipped_in_a_row > self.exp.optim.skip_nonfinite:
-                return self.halt(step, ExitCode.NON_FINITE, f"{self.recorder.skipped_in_a_row} steps in a row had a "
-                                 "loss or gradient that is not finite (optim.skip_nonfinite)")
+                return self.halt(
+                    step,
+                    ExitCode.NON_FINITE,
+                    f"{self.recorder.skipped_in_a_row} steps in a row had a "
+                    "loss or gradient that is not finite (optim.skip_nonfinite)",
+                )
             self.between(step)
         return self.finish(step)
 
@@ -173,27 +191,48 @@ class Run:
         score = self.evaluator(self.state["params"], self.state["buffers"])
         seconds = time.monotonic() - began
         self.recorder.pause(seconds)
-        self.recorder.event(Moment(step, self.samples, self.tokens), {"eval/holdout/loss": score.loss, "eval/holdout/bpb": score.bits_per_byte,
-                                   "eval/holdout/tokens": score.tokens, "perf/eval_s": seconds})
-        self.say(f"step {step}: held-out loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
-                 f"({score.tokens:,} tokens, {seconds:.1f} s)")
+        self.recorder.event(
+            Moment(step, self.samples, self.tokens),
+            {
+                "eval/holdout/loss": score.loss,
+                "eval/holdout/bpb": score.bits_per_byte,
+                "eval/holdout/tokens": score.tokens,
+                "perf/eval_s": seconds,
+            },
+        )
+        self.say(
+            f"step {step}: held-out loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
+            f"({score.tokens:,} tokens, {seconds:.1f} s)"
+        )
 
     def sample(self, step: int) -> None:
         """Lets the model write after each prompt."""
         self.recorder.flush()
         began, config = time.monotonic(), self.exp.sample
         for prompt in config.prompts:
-            text = self.generator.text(self.state["params"], self.state["buffers"], prompt, tokens=config.tokens,
-                                       temperature=config.temperature, top_p=config.top_p, seed=step)
+            text = self.generator.text(
+                self.state["params"],
+                self.state["buffers"],
+                prompt,
+                tokens=config.tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                seed=step,
+            )
             self.recorder.sample(step, prompt, text)
         self.recorder.pause(time.monotonic() - began)
 
     def save(self, step: int, block: bool = False) -> None:
         """Begins a checkpoint of the present state."""
         began = time.monotonic()
-        meta = {"step": step, "samples": self.samples, "tokens": self.tokens,
-                "config": self.exp.model_dump(mode="json"), "versions": versions(), "run_id": self.folder.run_id
-                if self.main else None}
+        meta = {
+            "step": step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "config": self.exp.model_dump(mode="json"),
+            "versions": versions(),
+            "run_id": self.folder.run_id if self.main else None,
+        }
         self.manager.save(step, self.state, meta, block=block)
         self.last_save, self.saved = time.monotonic(), step
         seconds = time.monotonic() - began
@@ -211,7 +250,9 @@ class Run:
         """Saves and leaves before the run's end."""
         self.recorder.flush()
         self.save_at_end(step)
-        self.say(f"{reason}; state of step {step} saved in {self.manager.directory}" if step else f"{reason}; no step done")
+        self.say(
+            f"{reason}; state of step {step} saved in {self.manager.directory}" if step else f"{reason}; no step done"
+        )
         return code, reason, step
 
     def finish(self, step: int) -> tuple[ExitCode, str, int]:
@@ -249,12 +290,16 @@ def introduce(parts: Assembly, console: Console) -> None:
     table = Table(title="run", show_header=False)
     mesh = ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
     for name, value in (
-            ("parameters", f"{sizes.total:,} ({sizes.active:,} active a token)"),
-            ("layers", f"{exp.model.layers.count}: {len(exp.model.layers.kda)} KDA, {len(exp.model.layers.mla)} MLA"),
-            ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es): {mesh}"),
-            ("step", f"{exp.train.global_batch} rows x {exp.data.sequence_length} = {parts.step_tokens:,} tokens"),
-            ("run", f"{parts.steps:,} steps, {parts.total_tokens:,} tokens"),
-            ("compute", f"{exp.train.compute_dtype}, remat {exp.train.remat}, {parts.flops / 1e6:.1f} MFLOP a token")):
+        ("parameters", f"{sizes.total:,} ({sizes.active:,} active a token)"),
+        ("layers", f"{exp.model.layers.count}: {len(exp.model.layers.kda)} KDA, {len(exp.model.layers.mla)} MLA"),
+        (
+            "devices",
+            f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es): {mesh}",
+        ),
+        ("step", f"{exp.train.global_batch} rows x {exp.data.sequence_length} = {parts.step_tokens:,} tokens"),
+        ("run", f"{parts.steps:,} steps, {parts.total_tokens:,} tokens"),
+        ("compute", f"{exp.train.compute_dtype}, remat {exp.train.remat}, {parts.flops / 1e6:.1f} MFLOP a token"),
+    ):
         table.add_row(name, value)
     for op, implementation, why in parts.kernels:
         table.add_row(f"kernel {op}", f"{implementation} ({why})")

@@ -26,6 +26,7 @@ def mtp_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
 
     The token after next counts where it lies in the same document; the last column has none.
     """
+
     def ahead(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
@@ -39,8 +40,15 @@ def count_tokens(batch: Batch) -> TokenCounts:
     return TokenCounts(batch.loss_mask.sum(dtype=jnp.float32), mask.sum(dtype=jnp.float32))
 
 
-def batch_loss(decoder: Decoder, params: dict, buffers: dict, batch: Batch, counts: TokenCounts, kernels: KernelsConfig,
-               z_loss: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+def batch_loss(
+    decoder: Decoder,
+    params: dict,
+    buffers: dict,
+    batch: Batch,
+    counts: TokenCounts,
+    kernels: KernelsConfig,
+    z_loss: float,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This (micro)batch's share of the loss; the shares of a global batch add up to its mean loss.
 
     loss = sum(cross-entropy + z_loss * logsumexp^2) / counts.main + mtp_weight * sum(mtp cross-entropy) / counts.mtp
@@ -50,8 +58,8 @@ def batch_loss(decoder: Decoder, params: dict, buffers: dict, batch: Batch, coun
       counts: of the whole global batch. A batch without supervised tokens has loss 0, not NaN.
 
     Returns:
-      The loss (float32 scalar, nats) and a dict: ``loss`` (cross-entropy alone), ``z_loss``, ``accuracy``, ``mtp_loss`` shares,
-      and the decoder's statistics.
+      The loss (float32 scalar, nats) and a dict: ``loss`` (cross-entropy alone), ``z_loss``, ``accuracy``,
+      ``mtp_loss`` shares, and the decoder's statistics.
     """
     mtp = decoder.cfg.mtp
     hidden = decoder(params, buffers, batch.tokens, batch.segment_ids, batch.targets if mtp else None)
@@ -59,13 +67,23 @@ def batch_loss(decoder: Decoder, params: dict, buffers: dict, batch: Batch, coun
 
     def entropy(states: jax.Array, targets: jax.Array, mask: jax.Array, z: float) -> CrossEntropy:
         flat = states.reshape(-1, states.shape[-1])
-        return cross_entropy(flat, head, targets.reshape(-1), mask.reshape(-1), z_loss=z,
-                             chunk=kernels.cross_entropy_chunk, implementation=kernels.cross_entropy)
+        return cross_entropy(
+            flat,
+            head,
+            targets.reshape(-1),
+            mask.reshape(-1),
+            z_loss=z,
+            chunk=kernels.cross_entropy_chunk,
+            implementation=kernels.cross_entropy,
+        )
 
     main = entropy(hidden.main, batch.targets, batch.loss_mask, z_loss)
     count = jnp.maximum(counts.main, 1).astype(main.loss_sum.dtype)
-    parts = {"loss": main.loss_sum / count, "z_loss": main.z_sum / count,
-             "accuracy": main.correct.astype(count.dtype) / count}
+    parts = {
+        "loss": main.loss_sum / count,
+        "z_loss": main.z_sum / count,
+        "accuracy": main.correct.astype(count.dtype) / count,
+    }
     total = parts["loss"] + parts["z_loss"]
     if hidden.mtp is not None and mtp is not None:
         targets, mask = mtp_targets(batch)

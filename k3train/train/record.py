@@ -17,10 +17,17 @@ from k3train.metrics.writers.jsonl import JsonlWriter
 from k3train.train.assembly import Assembly
 
 # Statistic of the step -> name that metrics/summary.py knows.
-STATS = {"load": "moe/load", "router_entropy": "moe/router_entropy", "max_logit": "attn/max_logit",
-         "attnres_entropy": "attnres/entropy", "attnres_weight_max": "attnres/weight_max",
-         "decay_mean": "kda/decay_mean", "decay_min": "kda/decay_min", "beta_mean": "kda/beta_mean",
-         "state_rms": "kda/state_rms"}
+STATS = {
+    "load": "moe/load",
+    "router_entropy": "moe/router_entropy",
+    "max_logit": "attn/max_logit",
+    "attnres_entropy": "attnres/entropy",
+    "attnres_weight_max": "attnres/weight_max",
+    "decay_mean": "kda/decay_mean",
+    "decay_min": "kda/decay_min",
+    "beta_mean": "kda/beta_mean",
+    "state_rms": "kda/state_rms",
+}
 LOSSES = {"loss": "train/loss", "mtp_loss": "train/mtp_loss", "z_loss": "train/z_loss", "accuracy": "train/accuracy"}
 
 
@@ -68,14 +75,20 @@ class Recorder:
 
     def step(self, now: Moment, outputs: dict, batch: Batch, epoch: float) -> None:
         """Takes the outputs of the step just dispatched, still being computed, and writes down the step before it."""
-        data = {"data/batch_hash": batch_hash(batch) if jax.process_count() == 1 else None, "data/epoch": epoch,
-                "data/pad_frac": float(np.mean(batch.segment_ids == 0)),
-                "data/docs_per_row": float(np.mean(batch.segment_ids.max(axis=1)))}
-        self.flush()
+        data = {
+            "data/batch_hash": batch_hash(batch) if jax.process_count() == 1 else None,
+            "data/epoch": epoch,
+            "data/pad_frac": float(np.mean(batch.segment_ids == 0)),
+            "data/docs_per_row": float(np.mean(batch.segment_ids.max(axis=1))),
+        }
+        self.flush(timed=True)
         self._late = (now, outputs, data)
 
-    def flush(self) -> None:
-        """Writes down the step that is held back; waits for it to be computed."""
+    def flush(self, timed: bool = False) -> None:
+        """Writes down the step that is held back; waits for it to be computed.
+
+        ``timed``: between two dispatches, when the time since the last line is that of whole steps.
+        """
         if self._late is None:
             return
         (now, outputs, data), self._late = self._late, None
@@ -86,7 +99,7 @@ class Recorder:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         due = step % self._parts.exp.metrics.every == 0 or step == self._parts.steps
         if due or skipped:
-            values |= self._speed(step) | self._extra
+            values |= (self._speed(step) if timed else {}) | self._extra
             self._extra = {}
             self._write(now, values)
         every = self._parts.exp.metrics.load_every
@@ -110,8 +123,12 @@ class Recorder:
         """Speed and memory since the last line."""
         now, steps = time.monotonic(), max(step - self._marked_step, 1)
         seconds = max((now - self._mark - self._paused) / steps, 1e-9)
-        out = {"perf/step_s": seconds, "perf/data_wait_s": self._waited / steps,
-               "perf/hbm_peak_gib": device_memory_peak_gib(jax.local_devices()), "perf/host_rss_gib": host_rss_gib()}
+        out = {
+            "perf/step_s": seconds,
+            "perf/data_wait_s": self._waited / steps,
+            "perf/hbm_peak_gib": device_memory_peak_gib(jax.local_devices()),
+            "perf/host_rss_gib": host_rss_gib(),
+        }
         out |= speed(self._parts.step_tokens, seconds, jax.device_count(), self._parts.flops, self._peak)
         self.start(step)
         return out

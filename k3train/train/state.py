@@ -21,21 +21,30 @@ class StateFactory:
         self.mesh = mesh
         shapes = jax.eval_shape(self._make, jax.random.key(0))
         self.shardings = self._shardings(shapes)
-        self.abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes,
-                                     self.shardings)
+        self.abstract = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.shardings
+        )
 
     def _make(self, key: jax.Array) -> State:
         params, buffers = self._decoder.init(key)
-        state = {"step": jnp.zeros((), jnp.int32), "params": params, "buffers": buffers,
-                 "opt": self._optimizer.init(params)}
+        state = {
+            "step": jnp.zeros((), jnp.int32),
+            "params": params,
+            "buffers": buffers,
+            "opt": self._optimizer.init(params),
+        }
         return state | ({"ema": init_ema(params)} if self._ema else {})
 
     def _shardings(self, shapes: State) -> State:
         """Parameters by their logical axes; an optimizer array like the parameter of its shape; the rest whole."""
         params = param_shardings(self.mesh, shapes["params"], self._decoder.specs())
         whole = NamedSharding(self.mesh, PartitionSpec())
-        by_path = {jax.tree_util.keystr(path): (leaf.shape, sharding) for (path, leaf), sharding in
-                   zip(jax.tree.leaves_with_path(shapes["params"]), jax.tree.leaves(params), strict=True)}
+        by_path = {
+            jax.tree_util.keystr(path): (leaf.shape, sharding)
+            for (path, leaf), sharding in zip(
+                jax.tree.leaves_with_path(shapes["params"]), jax.tree.leaves(params), strict=True
+            )
+        }
 
         def like_params(path, leaf):
             for start in range(len(path)):

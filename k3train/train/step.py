@@ -97,8 +97,13 @@ def balance(decoder: Decoder, exp: Experiment, buffers: dict, parts: dict) -> di
         for seg, positions in stack.by_layer(lambda kind: kind.ffn == "moe").items():
             for j, index in positions.items():
                 ffn = buffers[name][seg][j]["ffn"]
-                bias = update_bias(ffn["router_bias"], None if histogram is None else histogram[index], load[index],
-                                   exp.optim.balance, moe.top_k)
+                bias = update_bias(
+                    ffn["router_bias"],
+                    None if histogram is None else histogram[index],
+                    load[index],
+                    exp.optim.balance,
+                    moe.top_k,
+                )
                 buffers = _put(buffers, (name, seg, j, "ffn", "router_bias"), bias)
     return buffers
 
@@ -112,7 +117,9 @@ def clip_logits(decoder: Decoder, exp: Experiment, params: dict, parts: dict) ->
     for name, stack, prefix in _stacks(decoder):
         for seg, positions in stack.by_layer(lambda kind: kind.mixer == "mla").items():
             for j, index in positions.items():
-                mixer, heads, gamma = qk_clip(params[name][seg][j]["mixer"], parts[f"{prefix}max_logit"][index], tau, mla)
+                mixer, heads, gamma = qk_clip(
+                    params[name][seg][j]["mixer"], parts[f"{prefix}max_logit"][index], tau, mla
+                )
                 params = _put(params, (name, seg, j, "mixer"), mixer)
                 clipped, least = clipped + heads.astype(jnp.int32), jnp.minimum(least, gamma)
     return params, {"attn/qk_clip_heads": clipped, "attn/qk_clip_min_gamma": least}
@@ -123,8 +130,9 @@ def _put(tree: dict, path: tuple[str, ...], value) -> dict:
     return {**tree, path[0]: value if len(path) == 1 else _put(tree[path[0]], path[1:], value)}
 
 
-def build_train_step(decoder: Decoder, optimizer: Optimizer, exp: Experiment, total_tokens: int
-                     ) -> Callable[[State, Batch, jax.Array], tuple[State, dict]]:
+def build_train_step(
+    decoder: Decoder, optimizer: Optimizer, exp: Experiment, total_tokens: int
+) -> Callable[[State, Batch, jax.Array], tuple[State, dict]]:
     """The train step as a pure function.
 
     Args:
@@ -139,25 +147,37 @@ def build_train_step(decoder: Decoder, optimizer: Optimizer, exp: Experiment, to
     def step(state: State, batch: Batch, tokens: jax.Array) -> tuple[State, dict]:
         params, buffers = state["params"], state["buffers"]
         grads, parts = gradients(decoder, exp, compute_copy(params, specs, dtype), buffers, batch)
-        new_params, opt, metrics = optimizer.update(grads, state["opt"], params, tokens, total_tokens, loss=parts["loss"])
+        new_params, opt, metrics = optimizer.update(
+            grads, state["opt"], params, tokens, total_tokens, loss=parts["loss"]
+        )
         good = metrics["nonfinite"] == 0
         clipped, clip_metrics = clip_logits(decoder, exp, new_params, parts)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)  # noqa: E731
         new_params = keep(clipped, new_params)
-        new = {"step": state["step"] + 1, "params": new_params, "opt": opt,
-               "buffers": keep(balance(decoder, exp, buffers, parts), buffers)}
+        new = {
+            "step": state["step"] + 1,
+            "params": new_params,
+            "opt": opt,
+            "buffers": keep(balance(decoder, exp, buffers, parts), buffers),
+        }
         if exp.optim.ema is not None:
             new["ema"] = keep(update_ema(state["ema"], new_params, exp.optim.ema), state["ema"])
         parts = {name: value for name, value in parts.items() if not name.endswith("histogram")}
         counts: TokenCounts = count_tokens(batch)
-        return new, {"parts": parts, "optim": metrics, "clip": clip_metrics, "supervised": counts.main,
-                     "router_bias": router_biases(decoder, new["buffers"])}
+        return new, {
+            "parts": parts,
+            "optim": metrics,
+            "clip": clip_metrics,
+            "supervised": counts.main,
+            "router_bias": router_biases(decoder, new["buffers"]),
+        }
 
     return step
 
 
 def router_biases(decoder: Decoder, buffers: dict) -> jax.Array:
     """Router biases [layers with experts, E] in layer order; [0, 0] where there are none."""
+
     def is_moe(kind: LayerKind) -> bool:
         return kind.ffn == "moe"
 

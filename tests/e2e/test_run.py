@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import yaml
 
-import tiny
 from k3train.config.exit_codes import ExitCode
 
 SAMPLE = {"prompts": ["ab"], "tokens": 8}
@@ -19,14 +19,23 @@ SAMPLE = {"prompts": ["ab"], "tokens": 8}
 
 def k3train(*args, timeout: float = 240, devices: int = 1, **extra) -> subprocess.CompletedProcess:
     """Runs the command line in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "k3train", *map(str, args)], capture_output=True, text=True,
-                          timeout=timeout, env=environment(devices) | extra)
+    return subprocess.run(
+        [sys.executable, "-m", "k3train", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(devices) | extra,
+    )
 
 
 def environment(devices: int) -> dict:
     cache = str(Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3train" / "e2e")
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                         "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
 
 
 def config(folder: Path, name: str = "run", **sections) -> Path:
@@ -56,9 +65,21 @@ def whole(tmp_path_factory) -> Path:
 def test_a_run_leaves_what_it_promises(whole: Path):
     run = whole / "run"
     names = set(json.loads((run / "metrics.jsonl").read_text().splitlines()[0]))
-    for name in ("train/loss", "train/grad_norm/muon", "train/update_norm/adamw", "moe/maxvio", "moe/dead_experts",
-                 "moe/router_entropy", "moe/bias_absmax", "kda/decay_mean", "attnres/entropy", "attn/max_logit",
-                 "data/batch_hash", "perf/tokens_per_s", "perf/compile_s"):
+    for name in (
+        "train/loss",
+        "train/grad_norm/muon",
+        "train/update_norm/adamw",
+        "moe/maxvio",
+        "moe/dead_experts",
+        "moe/router_entropy",
+        "moe/bias_absmax",
+        "kda/decay_mean",
+        "attnres/entropy",
+        "attn/max_logit",
+        "data/batch_hash",
+        "perf/tokens_per_s",
+        "perf/compile_s",
+    ):
         assert name in names, name
     assert sorted(metrics(run)) == [1, 2, 3, 4] and sorted(metrics(run, "eval/holdout/bpb")) == [2, 4]
     assert json.loads((run / "exit.json").read_text())["code"] == 0
@@ -72,8 +93,13 @@ def test_stopped_and_resumed_is_bit_equal(whole: Path, tmp_path: Path):
     (tmp_path / "text").symlink_to(whole / "text")
     (tmp_path / "store").symlink_to(whole / "store")
     file = config(tmp_path, eval={"every": 2}, checkpoint={"every": 0})
-    process = subprocess.Popen([sys.executable, "-m", "k3train", "train", str(file)], env=environment(1),
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "k3train", "train", str(file)],
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     seen = []
     for line in process.stdout:
         seen.append(line)
@@ -105,12 +131,18 @@ from k3train.checkpoint.manager import CheckpointManager
 from pathlib import Path
 run, step = sys.argv[1], int(sys.argv[2])
 loaded = load_run(f"{run}@{step}", [], ema=False, say=lambda text: None)
-state, _ = CheckpointManager(Path(run) / "checkpoints", loaded.parts.exp.checkpoint).restore(step, loaded.parts.factory.abstract)
+manager = CheckpointManager(Path(run) / "checkpoints", loaded.parts.exp.checkpoint)
+state, _ = manager.restore(step, loaded.parts.factory.abstract)
 print(json.dumps({jax.tree_util.keystr(p): hashlib.sha256(jax.device_get(a).tobytes()).hexdigest()
                   for p, a in jax.tree.leaves_with_path(state)}))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(run), str(step)], env=environment(1), capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run), str(step)],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -119,7 +151,9 @@ def test_four_devices_resume_what_one_began(whole: Path, tmp_path: Path):
     """The same batches on another mesh, and losses within float32 rounding."""
     (tmp_path / "text").symlink_to(whole / "text")
     (tmp_path / "store").symlink_to(whole / "store")
-    first = k3train("train", config(tmp_path), "run.resume=" + f"{whole / 'run'}@2", "mesh.data=2", "mesh.fsdp=2", devices=4)
+    first = k3train(
+        "train", config(tmp_path), "run.resume=" + f"{whole / 'run'}@2", "mesh.data=2", "mesh.fsdp=2", devices=4
+    )
     assert first.returncode == 0, first.stderr[-3000:]
     got, want = metrics(tmp_path / "run"), metrics(whole / "run")
     assert sorted(got) == [3, 4]
@@ -142,7 +176,9 @@ def test_evaluate_and_generate(whole: Path):
 def test_weights_of_another_run(whole: Path, tmp_path: Path):
     (tmp_path / "text").symlink_to(whole / "text")
     (tmp_path / "store").symlink_to(whole / "store")
-    exact = k3train("train", config(tmp_path, "a"), f"run.init_from={whole / 'run'}", "train.steps=1", "sample.prompts=[]")
+    exact = k3train(
+        "train", config(tmp_path, "a"), f"run.init_from={whole / 'run'}", "train.steps=1", "sample.prompts=[]"
+    )
     assert exact.returncode == 0, exact.stderr[-3000:]
     assert metrics(tmp_path / "a")[1] < metrics(whole / "run")[1]
     other = ["model.moe.num_experts=4", "train.steps=1", "sample.prompts=[]", f"run.init_from={whole / 'run'}"]
@@ -161,7 +197,11 @@ def test_bad_runs_say_why(whole: Path, tmp_path: Path):
     cases = [
         (["train", config(whole), "model.hidden_size=64"], ExitCode.RUN_FOLDER, "model.hidden_size"),
         (["train", config(tmp_path), "run.resume=must"], ExitCode.CHECKPOINT, "no checkpoint"),
-        (["train", config(tmp_path), "data.sequence_length=2048", "kernels.attention_block=64"], ExitCode.CONFIG, "row"),
+        (
+            ["train", config(tmp_path), "data.sequence_length=2048", "kernels.attention_block=64"],
+            ExitCode.CONFIG,
+            "row",
+        ),
         (["evaluate", tmp_path / "nowhere"], ExitCode.CHECKPOINT, "not a folder"),
     ]
     for args, code, word in cases:
@@ -183,8 +223,13 @@ def test_the_end_of_the_data_is_an_exit_of_its_own(whole: Path, tmp_path: Path):
 def test_a_terminated_run_saves_and_says_so(whole: Path, tmp_path: Path):
     (tmp_path / "text").symlink_to(whole / "text")
     (tmp_path / "store").symlink_to(whole / "store")
-    process = subprocess.Popen([sys.executable, "-m", "k3train", "train", str(config(tmp_path)), "train.steps=5000"],
-                               env=environment(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "k3train", "train", str(config(tmp_path)), "train.steps=5000"],
+        env=environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     for line in process.stdout:
         if line.startswith("step "):
             break

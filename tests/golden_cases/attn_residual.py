@@ -25,8 +25,10 @@ def compute(case, dtype) -> dict[str, np.ndarray]:
 
 
 def _op(case, dtype) -> dict[str, np.ndarray]:
-    inputs = {name: jnp.asarray(case.arrays[name], dtype)
-              for name in ("prefix_sum", "block_residual", "proj_weight", "norm_weight")}
+    inputs = {
+        name: jnp.asarray(case.arrays[name], dtype)
+        for name in ("prefix_sum", "block_residual", "proj_weight", "norm_weight")
+    }
     eps = float(case.arrays["eps"])
 
     def run(inputs):
@@ -36,7 +38,7 @@ def _op(case, dtype) -> dict[str, np.ndarray]:
         return mixed[0]
 
     out, pull = jax.vjp(run, inputs)
-    grads, = pull(jnp.asarray(case.arrays["do"], dtype))
+    (grads,) = pull(jnp.asarray(case.arrays["do"], dtype))
     return {"out_o": out} | {f"out_d{name}": grad for name, grad in grads.items()}
 
 
@@ -60,9 +62,14 @@ def _trace(case, dtype) -> dict[str, np.ndarray]:
     weights = {name[2:]: jnp.asarray(array, dtype) for name, array in case.arrays.items() if name.startswith("w.")}
     x, count = jnp.asarray(case.arrays["x"], dtype), int(case.arrays["num_layers"])
     cfg = ModelConfig(
-        vocab_size=8, hidden_size=x.shape[-1], norm_eps=float(case.arrays["eps"]), kda=KDAConfig(num_heads=1, head_dim=8),
-        ffn=FFNConfig(intermediate_size=8), layers=LayersConfig(count=count, kda=tuple(range(1, count + 1)), first_dense=count),
-        attn_residual=AttnResidualConfig(block_size=int(case.arrays["block_size"])))
+        vocab_size=8,
+        hidden_size=x.shape[-1],
+        norm_eps=float(case.arrays["eps"]),
+        kda=KDAConfig(num_heads=1, head_dim=8),
+        ffn=FFNConfig(intermediate_size=8),
+        layers=LayersConfig(count=count, kda=tuple(range(1, count + 1)), first_dense=count),
+        attn_residual=AttnResidualConfig(block_size=int(case.arrays["block_size"])),
+    )
     starts = cfg.attn_residual.block_starts(count)
 
     def run(weights, x):

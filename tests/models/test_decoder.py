@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from k3train.config.load import load
 from k3train.config.section import Section
 from k3train.kernels.config import KernelsConfig
@@ -16,12 +16,28 @@ from k3train.models.config import ModelConfig
 from k3train.models.counts import counts
 from k3train.models.decoder import Decoder
 
-KERNELS = KernelsConfig(kda="chunked", kda_chunk=16, attention="blockwise", attention_block=16,
-                        grouped_matmul="blocked", grouped_matmul_block=8, cross_entropy="chunked")
-VARIANTS = {"k3": tiny.MODEL, "kimi_linear": tiny.KIMI_LINEAR,
-            "full_residual_tied": {**tiny.MODEL, "attn_residual": {"kind": "full"}, "tie_embeddings": True},
-            "softmax_groups": {**tiny.MODEL, "moe": {**tiny.MODEL["moe"], "latent_norm": False, "router": {
-                "score": "softmax", "groups": 4, "groups_used": 2}}}}
+KERNELS = KernelsConfig(
+    kda="chunked",
+    kda_chunk=16,
+    attention="blockwise",
+    attention_block=16,
+    grouped_matmul="blocked",
+    grouped_matmul_block=8,
+    cross_entropy="chunked",
+)
+VARIANTS = {
+    "k3": tiny.MODEL,
+    "kimi_linear": tiny.KIMI_LINEAR,
+    "full_residual_tied": {**tiny.MODEL, "attn_residual": {"kind": "full"}, "tie_embeddings": True},
+    "softmax_groups": {
+        **tiny.MODEL,
+        "moe": {
+            **tiny.MODEL["moe"],
+            "latent_norm": False,
+            "router": {"score": "softmax", "groups": 4, "groups_used": 2},
+        },
+    },
+}
 
 
 class ModelFile(Section):
@@ -49,8 +65,10 @@ def test_checkpoint_elements_from_abstract_initialisation(root, file: str, eleme
     params, buffers = Decoder(cfg, KERNELS, balance_bins=1000).abstract()
     trainable, bias = (sum(a.size for a in jax.tree.leaves(tree)) for tree in (params, buffers))
     padding = len(cfg.layers.kda) * cfg.kda.a_log_padding
-    print(f"{file}: {trainable:,} trainable + {bias:,} router bias + {padding:,} A_log padding = "
-          f"{trainable + bias + padding:,}")
+    print(
+        f"{file}: {trainable:,} trainable + {bias:,} router bias + {padding:,} A_log padding = "
+        f"{trainable + bias + padding:,}"
+    )
     assert trainable + bias + padding == elements
     assert trainable == counts(cfg).total and bias == counts(cfg).router_bias
 
@@ -79,8 +97,8 @@ def test_packed_row_equals_separate_documents(variant: str):
     packed, start = _run(variant)(tokens, ids), 0
     decoder, params, buffers = _model(variant)
     for length in lengths:
-        alone = decoder.logits(params, decoder(params, buffers, tokens[:, start:start + length]).main)
-        np.testing.assert_allclose(packed[:, start:start + length], alone, rtol=2e-4, atol=2e-4)
+        alone = decoder.logits(params, decoder(params, buffers, tokens[:, start : start + length]).main)
+        np.testing.assert_allclose(packed[:, start : start + length], alone, rtol=2e-4, atol=2e-4)
         start += length
 
 
@@ -118,7 +136,7 @@ def test_decoding_with_the_cache_equals_the_full_pass(variant: str):
     hidden, cache_ = extend(params, buffers, prompt, jnp.broadcast_to(jnp.arange(16) < 9, (2, 16)), cache_)
     got.append(hidden[:, :9])
     for t in range(9, 24):
-        hidden, cache_ = extend(params, buffers, tokens[:, t:t + 1], jnp.ones((2, 1), bool), cache_)
+        hidden, cache_ = extend(params, buffers, tokens[:, t : t + 1], jnp.ones((2, 1), bool), cache_)
         got.append(hidden)
     logits = decoder.logits(params, jnp.concatenate(got, 1))
     np.testing.assert_allclose(logits, want, rtol=2e-4, atol=2e-4)
@@ -159,6 +177,7 @@ def test_start_values():
 
 def test_ninety_three_layers_compile_like_thirteen(root):
     """The stack is scanned: 93 layers take at most 1.3 times the compile time of 13 (best of up to three tries)."""
+
     def seconds(count: int) -> float:
         mla = [n for n in range(1, count + 1) if n % 4 == 0 or n == count]
         kda = [n for n in range(1, count + 1) if n not in mla]

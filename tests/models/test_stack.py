@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from k3train.kernels.config import KernelsConfig
 from k3train.models.block import Depth
 from k3train.models.config import LayerKind, ModelConfig
@@ -57,9 +57,16 @@ def _plain(stack: Stack, params, buffers, x, segment_ids):
     return x, bank
 
 
-@pytest.mark.parametrize(("residual", "remat"), [
-    ({"kind": "block", "block_size": 2}, "full"), ({"kind": "block", "block_size": 3}, "none"),
-    ({"kind": "full"}, "full"), ({"kind": "none"}, "full")], ids=str)
+@pytest.mark.parametrize(
+    ("residual", "remat"),
+    [
+        ({"kind": "block", "block_size": 2}, "full"),
+        ({"kind": "block", "block_size": 3}, "none"),
+        ({"kind": "full"}, "full"),
+        ({"kind": "none"}, "full"),
+    ],
+    ids=str,
+)
 def test_backward_equals_plain_autodiff(residual: dict, remat: str):
     stack, params, buffers, x, segment_ids = _stack(residual, remat)
 
@@ -67,6 +74,7 @@ def test_backward_equals_plain_autodiff(residual: dict, remat: str):
         def of(params, x):
             end, bank = run(params, x)
             return jnp.sum(end**2) + (0.0 if bank is None else jnp.sum(bank**3))
+
         return jax.jit(jax.value_and_grad(of, argnums=(0, 1)))
 
     got = loss(lambda p, x: stack(p, buffers, x, segment_ids)[:2])(params, x)
@@ -79,7 +87,7 @@ def test_backward_equals_plain_autodiff(residual: dict, remat: str):
 def test_no_repeat_saves_the_bank(remat: str):
     stack, params, buffers, x, segment_ids = _stack({"kind": "block", "block_size": 2}, remat)
     grad = jax.grad(lambda p: jnp.sum(stack(p, buffers, x, segment_ids)[0]))
-    repeats = [seg.repeats for seg in stack.segments if seg.name == "period"][0]
+    repeats = next(seg.repeats for seg in stack.segments if seg.name == "period")
     assert repeats > 1
     assert f"[{repeats},{stack.rows},2,8,32]" not in str(jax.make_jaxpr(grad)(params))
 

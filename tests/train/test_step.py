@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from k3train.data.batch import Batch
 from k3train.parallel.axes import batch_sharding
 from k3train.train.assembly import Assembly, assemble
@@ -87,7 +87,9 @@ def test_four_devices_give_the_gradients_of_one():
         with jax.set_mesh(parts.mesh):
             state = parts.factory.fresh(0)
             batch = jax.tree.map(lambda a: jax.device_put(a, sharding), _batch())
-            return jax.jit(lambda s, b: gradients(parts.decoder, parts.exp, s["params"], s["buffers"], b)[0])(state, batch)
+            return jax.jit(lambda s, b: gradients(parts.decoder, parts.exp, s["params"], s["buffers"], b)[0])(
+                state, batch
+            )
 
     _close(grads(_parts((("data", 2), ("fsdp", 2)))), grads(_parts()), 1e-4)
 
@@ -149,9 +151,12 @@ def test_qk_clip_holds_logits():
 
 
 def test_mtp_targets_stay_in_their_document():
-    batch = Batch(tokens=jnp.asarray([[1, 2, 3, 4, 5, 6]]), targets=jnp.asarray([[2, 3, 0, 5, 6, 7]]),
-                  segment_ids=jnp.asarray([[1, 1, 1, 2, 2, 2]]),
-                  loss_mask=jnp.asarray([[True, True, False, True, True, True]]))
+    batch = Batch(
+        tokens=jnp.asarray([[1, 2, 3, 4, 5, 6]]),
+        targets=jnp.asarray([[2, 3, 0, 5, 6, 7]]),
+        segment_ids=jnp.asarray([[1, 1, 1, 2, 2, 2]]),
+        loss_mask=jnp.asarray([[True, True, False, True, True, True]]),
+    )
     targets, mask = mtp_targets(batch)
     np.testing.assert_array_equal(mask, [[True, False, False, True, True, False]])
     np.testing.assert_array_equal(np.where(mask, targets, 0), [[3, 0, 0, 6, 7, 0]])
@@ -160,8 +165,9 @@ def test_mtp_targets_stay_in_their_document():
 def test_mtp_loss_is_counted_by_its_own_targets():
     parts = _parts(mtp=True)
     state, batch = parts.factory.fresh(0), _batch()
-    total, out = batch_loss(parts.decoder, state["params"], state["buffers"], batch, count_tokens(batch),
-                            parts.exp.kernels, 0.0)
+    total, out = batch_loss(
+        parts.decoder, state["params"], state["buffers"], batch, count_tokens(batch), parts.exp.kernels, 0.0
+    )
     assert float(out["mtp_loss"]) == pytest.approx(np.log(259), rel=0.05)
     assert float(total) == pytest.approx(float(out["loss"]) + 0.3 * float(out["mtp_loss"]), rel=1e-6)
     assert "mtp_max_logit" in out

@@ -28,8 +28,9 @@ def _scores(rows: jax.Array, query: jax.Array, eps: float) -> jax.Array:
 
 
 @functools.partial(jax.checkpoint, static_argnums=(4,))
-def mix(bank: jax.Array, filled: jax.Array, rows: Sequence[Row], query: jax.Array, eps: float
-        ) -> tuple[jax.Array, jax.Array]:
+def mix(
+    bank: jax.Array, filled: jax.Array, rows: Sequence[Row], query: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
     """Softmax-weighted sum of the bank's filled rows and of ``rows`` (k3-facts 4.3; arXiv 2603.15031 eq. 5).
 
     score_r = sum_d (r / sqrt(mean r^2 + eps))_d * query_d; weights are its softmax over all rows; values are the
@@ -49,7 +50,9 @@ def mix(bank: jax.Array, filled: jax.Array, rows: Sequence[Row], query: jax.Arra
     out_dtype = rows[-1].value.dtype
     query = wide(query)
     count = bank.shape[0]
-    valid = jnp.concatenate([jnp.arange(count, dtype=jnp.int32) < filled, jnp.stack([jnp.asarray(row.valid) for row in rows])])
+    valid = jnp.concatenate(
+        [jnp.arange(count, dtype=jnp.int32) < filled, jnp.stack([jnp.asarray(row.valid) for row in rows])]
+    )
     scores = jnp.concatenate([_scores(bank, query, eps), jnp.stack([_scores(row.value, query, eps) for row in rows])])
     scores = jnp.where(valid[:, None, None], scores, -jnp.inf)  # [N + rows, B, T]
     weights = jax.nn.softmax(scores, axis=0)
