@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from k3train.config.section import Positive, Section
 
 
@@ -20,3 +22,9 @@ class KernelsConfig(Section):
     cross_entropy: Literal["auto", "chunked", "reference"] = "auto"
     cross_entropy_chunk: Positive = 8192
     """Vocabulary entries scored at a time by the chunked form."""
+
+    @model_validator(mode="after")
+    def _chunk_is_a_power_of_two(self) -> "KernelsConfig":
+        if self.kda_chunk & (self.kda_chunk - 1):
+            raise ValueError(f"kda_chunk {self.kda_chunk} is not a power of two; 64 is the usual choice")
+        return self

@@ -23,7 +23,8 @@ from k3train.models.counts import counts
 from k3train.optim.groups import group_table
 from k3train.optim.groups import render as render_groups
 from k3train.parallel import distributed
-from k3train.parallel.axes import batch_sharding
+from k3train.parallel.axes import batch_sharding, sharding_report
+from k3train.parallel.axes import render as render_shards
 from k3train.run.directory import RunDirectory
 from k3train.run.environment import facts, versions
 from k3train.run.identity import STORE_KEY
@@ -305,4 +306,6 @@ def introduce(parts: Assembly, console: Console) -> None:
         table.add_row(f"kernel {op}", f"{implementation} ({why})")
     console.print(table)
     params, _ = parts.decoder.abstract()
+    if parts.mesh.size > 1:
+        console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))

@@ -12,6 +12,10 @@ from k3train.data.batch import Batch
 from k3train.kernels.config import KernelsConfig
 from k3train.kernels.cross_entropy.api import CrossEntropy, cross_entropy
 from k3train.models.decoder import Decoder
+from k3train.parallel.activations import batch_ways
+
+TOKEN_BLOCK = 8192
+"""Tokens a device scores at a time; with the vocabulary chunk it bounds the logits that live at once."""
 
 
 class TokenCounts(NamedTuple):
@@ -74,6 +78,7 @@ def batch_loss(
             mask.reshape(-1),
             z_loss=z,
             chunk=kernels.cross_entropy_chunk,
+            token_block=TOKEN_BLOCK * batch_ways(),
             implementation=kernels.cross_entropy,
         )
 

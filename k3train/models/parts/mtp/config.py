@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from k3train.config.section import NonNegative, Section
+from k3train.config.section import Section
 
 
 class MTPConfig(Section):
@@ -11,4 +11,3 @@ class MTPConfig(Section):
     mixer: Literal["kda", "mla"] = "mla"
     ffn: Literal["dense", "moe"] = "moe"
     loss_weight: float = 0.3
-    depth: NonNegative = 1
