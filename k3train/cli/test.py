@@ -25,7 +25,7 @@ def steps(pytest_args: list[str]) -> dict[str, list[str]]:
         "ruff check": [python, "-m", "ruff", "check", "."],
         "ruff format": [python, "-m", "ruff", "format", "--check", "."],
         "pyright": [python, "-m", "pyright"],
-        "pytest": [python, "-m", "pytest", *pytest_args],
+        "pytest": [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", *pytest_args],
     }
 
 

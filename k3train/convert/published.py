@@ -39,21 +39,6 @@ def _section(text: dict) -> dict:
             "linear_beta": text.get("activation_situ_linear_beta"),
         }
     bound = linear.get("gate_lower_bound")
-    moe = {
-        "num_experts": text["num_experts"],
-        "top_k": text["num_experts_per_token"],
-        "intermediate_size": text["moe_intermediate_size"],
-        "num_shared": text["num_shared_experts"],
-        "latent_size": text.get("routed_expert_hidden_size"),
-        "latent_norm": text.get("latent_moe_use_norm", False),
-        "router": {
-            "score": text["moe_router_activation_func"],
-            "renormalize": text["moe_renormalize"],
-            "scale": text["routed_scaling_factor"],
-            "groups": text["num_expert_group"],
-            "groups_used": text["topk_group"],
-        },
-    }
     return {
         "vocab_size": text["vocab_size"],
         "hidden_size": text["hidden_size"],
@@ -87,6 +72,24 @@ def _section(text: dict) -> dict:
             "output_gate": text.get("mla_use_output_gate", False),
         },
         "ffn": {"intermediate_size": text["intermediate_size"]},
-        "moe": moe,
+        "moe": _experts(text),
         "attn_residual": {"kind": "block", "block_size": text["attn_res_block_size"]} if k3 else {"kind": "none"},
+    }
+
+
+def _experts(text: dict) -> dict:
+    return {
+        "num_experts": text["num_experts"],
+        "top_k": text["num_experts_per_token"],
+        "intermediate_size": text["moe_intermediate_size"],
+        "num_shared": text["num_shared_experts"],
+        "latent_size": text.get("routed_expert_hidden_size"),
+        "latent_norm": text.get("latent_moe_use_norm", False),
+        "router": {
+            "score": text["moe_router_activation_func"],
+            "renormalize": text["moe_renormalize"],
+            "scale": text["routed_scaling_factor"],
+            "groups": text["num_expert_group"],
+            "groups_used": text["topk_group"],
+        },
     }

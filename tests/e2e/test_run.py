@@ -38,9 +38,9 @@ def environment(devices: int) -> dict:
     }
 
 
-def config(folder: Path, name: str = "run", **sections) -> Path:
-    """An experiment file under ``folder`` whose run folder is ``folder/name``."""
-    exp = tiny.experiment(folder, **{"sample": SAMPLE, **sections, "run": {"dir": str(folder / name)}})
+def config(folder: Path, name: str = "run", data: Path | None = None, **sections) -> Path:
+    """An experiment file under ``folder`` whose run folder is ``folder/name``; its text and store lie in ``data``."""
+    exp = tiny.experiment(data or folder, **{"sample": SAMPLE, **sections, "run": {"dir": str(folder / name)}})
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(exp.model_dump(mode="json")))
     return file
@@ -90,9 +90,7 @@ def test_a_run_leaves_what_it_promises(whole: Path):
 
 def test_stopped_and_resumed_is_bit_equal(whole: Path, tmp_path: Path):
     """Ctrl-C in the middle saves and exits 13; the resumed run repeats the uninterrupted one bit for bit."""
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
-    file = config(tmp_path, eval={"every": 2}, checkpoint={"every": 0})
+    file = config(tmp_path, data=whole, eval={"every": 2}, checkpoint={"every": 0})
     process = subprocess.Popen(
         [sys.executable, "-m", "k3train", "train", str(file)],
         env=environment(1),
@@ -149,10 +147,13 @@ print(json.dumps({jax.tree_util.keystr(p): hashlib.sha256(jax.device_get(a).toby
 
 def test_four_devices_resume_what_one_began(whole: Path, tmp_path: Path):
     """The same batches on another mesh, and losses within float32 rounding."""
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
     first = k3train(
-        "train", config(tmp_path), "run.resume=" + f"{whole / 'run'}@2", "mesh.data=2", "mesh.fsdp=2", devices=4
+        "train",
+        config(tmp_path, data=whole),
+        "run.resume=" + f"{whole / 'run'}@2",
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        devices=4,
     )
     assert first.returncode == 0, first.stderr[-3000:]
     got, want = metrics(tmp_path / "run"), metrics(whole / "run")
@@ -174,31 +175,27 @@ def test_evaluate_and_generate(whole: Path):
 
 
 def test_weights_of_another_run(whole: Path, tmp_path: Path):
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
     exact = k3train(
-        "train", config(tmp_path, "a"), f"run.init_from={whole / 'run'}", "train.steps=1", "sample.prompts=[]"
+        "train", config(tmp_path, "a", whole), f"run.init_from={whole / 'run'}", "train.steps=1", "sample.prompts=[]"
     )
     assert exact.returncode == 0, exact.stderr[-3000:]
     assert metrics(tmp_path / "a")[1] < metrics(whole / "run")[1]
     other = ["model.moe.num_experts=4", "train.steps=1", "sample.prompts=[]", f"run.init_from={whole / 'run'}"]
-    refused = k3train("train", config(tmp_path, "b"), *other)
+    refused = k3train("train", config(tmp_path, "b", whole), *other)
     assert refused.returncode == ExitCode.CHECKPOINT and "run.init_partial" in refused.stderr
-    partial = k3train("train", config(tmp_path, "c"), *other, "run.init_partial=true")
+    partial = k3train("train", config(tmp_path, "c", whole), *other, "run.init_partial=true")
     assert partial.returncode == 0, partial.stderr[-3000:]
     assert "router" in partial.stdout and "of another shape" in partial.stdout
 
 
 def test_bad_runs_say_why(whole: Path, tmp_path: Path):
     """A foreign run folder, a missing checkpoint, too few rows, data that ends."""
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
     before = (whole / "run" / "metrics.jsonl").read_text()
     cases = [
         (["train", config(whole), "model.hidden_size=64"], ExitCode.RUN_FOLDER, "model.hidden_size"),
-        (["train", config(tmp_path), "run.resume=must"], ExitCode.CHECKPOINT, "no checkpoint"),
+        (["train", config(tmp_path, data=whole), "run.resume=must"], ExitCode.CHECKPOINT, "no checkpoint"),
         (
-            ["train", config(tmp_path), "data.sequence_length=2048", "kernels.attention_block=64"],
+            ["train", config(tmp_path, "long", whole), "data.sequence_length=2048", "kernels.attention_block=64"],
             ExitCode.CONFIG,
             "row",
         ),
@@ -212,19 +209,15 @@ def test_bad_runs_say_why(whole: Path, tmp_path: Path):
 
 
 def test_the_end_of_the_data_is_an_exit_of_its_own(whole: Path, tmp_path: Path):
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
-    done = k3train("train", config(tmp_path), "data.max_epochs=1", "train.steps=1000", "checkpoint.every=0")
+    done = k3train("train", config(tmp_path, data=whole), "data.max_epochs=1", "train.steps=1000", "checkpoint.every=0")
     assert done.returncode == ExitCode.DATA_EXHAUSTED, done.stderr[-2000:]
     last = max(metrics(tmp_path / "run"))
     assert [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()] == [last]
 
 
 def test_a_terminated_run_saves_and_says_so(whole: Path, tmp_path: Path):
-    (tmp_path / "text").symlink_to(whole / "text")
-    (tmp_path / "store").symlink_to(whole / "store")
     process = subprocess.Popen(
-        [sys.executable, "-m", "k3train", "train", str(config(tmp_path)), "train.steps=5000"],
+        [sys.executable, "-m", "k3train", "train", str(config(tmp_path, data=whole)), "train.steps=5000"],
         env=environment(1),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -61,7 +61,7 @@ def _forward(hidden, head, targets, mask, z_loss, chunk, token_block):
 
         return jax.lax.scan(over_tokens, None, (h, t, running))[1], None
 
-    running, _ = jax.lax.scan(over_chunks, start, jnp.arange(_chunks(head.shape[1], chunk)[0]))
+    running, _ = jax.lax.scan(over_chunks, start, jnp.arange(_chunks(head.shape[1], chunk)[0], dtype=jnp.int32))
     lse = running.peak + jnp.log(running.total)  # [B, b]
     loss = jnp.sum(jnp.where(m, lse - running.target, 0))
     z = z_loss * jnp.sum(jnp.where(m, lse * lse, 0))
@@ -111,7 +111,9 @@ def _backward(z_loss, chunk, token_block, saved, cotangents):
         return (d_hidden, d_head), None
 
     start = jnp.zeros(h.shape, lse.dtype), jnp.zeros_like(head)
-    (d_hidden, d_head), _ = jax.lax.scan(over_chunks, start, jnp.arange(_chunks(head.shape[1], chunk)[0]))
+    (d_hidden, d_head), _ = jax.lax.scan(
+        over_chunks, start, jnp.arange(_chunks(head.shape[1], chunk)[0], dtype=jnp.int32)
+    )
     return _unblocked(d_hidden, hidden.shape[0]).astype(hidden.dtype), d_head, None, None
 
 
@@ -142,7 +144,7 @@ def _slice(head: jax.Array, index: jax.Array, chunk: int, dtype: jnp.dtype) -> t
     """
     _, size = _chunks(head.shape[1], chunk)
     first = jnp.minimum(index * size, head.shape[1] - size)
-    columns = first + jnp.arange(size)
+    columns = first + jnp.arange(size, dtype=jnp.int32)
     weight = jax.lax.dynamic_slice_in_dim(head, first, size, axis=1).astype(dtype)
     return weight, columns, columns >= index * size
 
