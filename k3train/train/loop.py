@@ -59,7 +59,7 @@ class Run:
 
     def __init__(self, exp: Experiment, folder: RunDirectory, stop: StopRequest, main: bool):
         self.folder, self.stop, self.main = folder, stop, main
-        self.console = Console(quiet=not main, highlight=False)
+        self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
         self.parts = assemble(exp)
         self.exp = self.parts.exp
         store = open_data(exp, self.console.print)
