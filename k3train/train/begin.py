@@ -48,6 +48,7 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
             )
         step = good
     state, meta = source.restore(step, parts.factory.abstract)
+    state = {"buffers": {}} | state  # a model without experts has none, and storage keeps no empty branch
     if own:
         manager.retire(step)
     say(f"resumed from {found.directory.parent} at step {step}")

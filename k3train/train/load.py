@@ -33,4 +33,4 @@ def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[st
     weights = "ema" if ema else "params"
     wanted = {"buffers": parts.factory.abstract["buffers"], weights: parts.factory.abstract["params"]}
     tree, *_ = restore_subtree(found.directory, found.step, wanted, key=None, note=say)
-    return LoadedRun(parts, tree[weights], tree["buffers"], found.step)
+    return LoadedRun(parts, tree[weights], tree.get("buffers", {}), found.step)
