@@ -146,4 +146,4 @@ def test_test_command_runs_every_step_and_tells_what_failed(monkeypatch, capfd):
 
 
 def test_test_command_passes_arguments_to_pytest():
-    assert cli_test.steps(["-k", "x"])["pytest"][1:] == ["-m", "pytest", "-k", "x"]
+    assert cli_test.steps(["-k", "x"])["pytest"][1:] == ["-m", "pytest", "-n", "2", "--dist", "worksteal", "-k", "x"]

@@ -195,7 +195,7 @@ def test_bad_runs_say_why(whole: Path, tmp_path: Path):
         (["train", config(whole), "model.hidden_size=64"], ExitCode.RUN_FOLDER, "model.hidden_size"),
         (["train", config(tmp_path, data=whole), "run.resume=must"], ExitCode.CHECKPOINT, "no checkpoint"),
         (
-            ["train", config(tmp_path, "long", whole), "data.sequence_length=2048", "kernels.attention_block=64"],
+            ["train", config(tmp_path, "long", whole), "data.sequence_length=65536"],
             ExitCode.CONFIG,
             "row",
         ),

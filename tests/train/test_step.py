@@ -108,7 +108,7 @@ def test_accumulation_equals_the_whole_batch(accumulation: int):
 
 def test_remat_changes_nothing():
     batch = _batch()
-    _close(_run(_parts(remat="none"), batch)[0]["params"], _run(_parts(), batch)[0]["params"], 1e-5)
+    _close(_run(_parts(remat="none"), batch)[0]["params"], _run(_parts(), batch)[0]["params"], 1e-4)
 
 
 def test_no_supervised_token_is_no_loss_and_no_nan():
