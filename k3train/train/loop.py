@@ -305,7 +305,7 @@ def introduce(parts: Assembly, console: Console) -> None:
     for op, implementation, why in parts.kernels:
         table.add_row(f"kernel {op}", f"{implementation} ({why})")
     console.print(table)
-    params, _ = parts.decoder.abstract()
+    params = parts.factory.abstract["params"]
     if parts.mesh.size > 1:
         console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from k3train.config.storage import storage
 from k3train.data.batch import Batch, batch_hash
 from k3train.metrics.progress import Progress
 from k3train.metrics.summary import Ema, summarize
@@ -151,7 +152,5 @@ class Recorder:
 
 def append_line(path: Path, value: dict) -> None:
     """Appends one JSON object to ``path``."""
-    from k3train.config.storage import storage
-
     with storage(path, "write"), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")

@@ -28,9 +28,14 @@ SUMMED = ("loss", "z_loss", "accuracy", "mtp_loss", "load", "histogram")
 EXTREMES = {"max_logit": jnp.maximum, "decay_min": jnp.minimum}
 
 
+def _statistic(name: str) -> str:
+    """The name without the prediction layer's prefix; ``mtp_loss`` is a name of its own."""
+    return name if name == "mtp_loss" else name.removeprefix("mtp_")
+
+
 def _merge(name: str, a: jax.Array, b: jax.Array, microbatches: int) -> jax.Array:
     """Adds microbatch value ``b`` to the running ``a``."""
-    name = name.removeprefix("mtp_") if name != "mtp_loss" else name
+    name = _statistic(name)
     if name in EXTREMES:
         return EXTREMES[name](a, b)
     return a + (b if name in SUMMED else b / microbatches)
@@ -38,7 +43,7 @@ def _merge(name: str, a: jax.Array, b: jax.Array, microbatches: int) -> jax.Arra
 
 def _start(name: str, value: jax.Array) -> jax.Array:
     """The running value before the first microbatch."""
-    name = name.removeprefix("mtp_") if name != "mtp_loss" else name
+    name = _statistic(name)
     if name in EXTREMES:
         return jnp.full(value.shape, -jnp.inf if name == "max_logit" else jnp.inf, value.dtype)
     return jnp.zeros(value.shape, value.dtype)
