@@ -16,8 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("file", help="experiment file (YAML)")
-        action.add_argument("overrides", nargs="*", metavar="key=value", help="values that go before the file's")
-    actions.add_parser("schema", help="print the JSON Schema for editors", description="print the JSON Schema")
+        action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's")
+    schema = actions.add_parser("schema", help="print the JSON Schema for editors", description="print the JSON Schema")
+    schema.add_argument("--markdown", action="store_true", help="print the page of every key instead (docs/config.md)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,11 +28,12 @@ def run(args: argparse.Namespace) -> int:
       UserError: where the experiment is not valid.
     """
     from k3train.config.load import load
+    from k3train.config.reference import markdown
     from k3train.config.schema import json_schema
     from k3train.experiment import Experiment
 
     if args.action == "schema":
-        print(json.dumps(json_schema(Experiment), indent=2))
+        print(markdown(Experiment) if args.markdown else json.dumps(json_schema(Experiment), indent=2))
         return 0
     experiment, provenance = load(args.file, args.overrides, Experiment)
     if args.action == "validate":

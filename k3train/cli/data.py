@@ -59,7 +59,7 @@ def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argp
     action = actions.add_parser(name, help=text, description=text)
     what = "experiment file (YAML)" if name == "prepare" else "experiment file (YAML) or store folder"
     action.add_argument("config", metavar="CONFIG" if name == "prepare" else "CONFIG|STORE", help=what)
-    action.add_argument("overrides", nargs="*", metavar="key=value", help="values that go before the file's")
+    action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's")
     return action
 
 

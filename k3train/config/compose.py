@@ -55,17 +55,23 @@ def find(root: Node, keys: Sequence[str | int]) -> tuple[Node, int]:
 
 
 def _load(path: Path, chain: tuple[Path, ...]) -> Node:
+    own = read_file(path)  # first, since it says what is wrong with a name that leads nowhere
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
         raise UserError(f"{path}: extends itself: {names}; break the circle")
-    own = read_file(path)
     assert isinstance(own.value, dict)
     above = Node({key: node for key, node in own.value.items() if key != "extends"}, own.origin)
     out: Node | None = None
     for base, origin in _bases(own.value.get("extends"), path):
-        if not base.is_file():
-            raise UserError(f"{origin}: extends: {base} does not exist; paths are relative to the file that names them")
+        try:
+            base.stat()
+        except (OSError, ValueError):
+            raise UserError(
+                f"{origin}: extends: {base} does not exist; paths are relative to the file that names them"
+            ) from None
+        if base.is_dir():
+            raise UserError(f"{origin}: extends: {base} is a folder; name a YAML file in it")
         below = _load(base, (*chain, resolved))
         out = below if out is None else merge(out, below)
     return above if out is None else merge(out, above)

@@ -22,6 +22,7 @@ _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = {".nan", ".NaN", ".NAN"}
+_MOST = 100_000  # values of one file, aliases written out
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq")} | {"!"}
 
 
@@ -81,6 +82,8 @@ def read_file(path: Path) -> Node:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+    except ValueError:
+        raise UserError(f"{str(path)!r} is no file name") from None
     root = read_text(text, str(path))
     if root.value is None:
         raise UserError(f"{path}: the file is empty; it must hold a map of sections (run:, model:, ...)")
@@ -97,6 +100,9 @@ def read_text(text: str, name: str, lines: bool = True) -> Node:
     """
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
+        if root is None:
+            return Node(None, f"{name}:1" if lines else name)
+        return _Converter(name, lines).convert(root, None)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}" if lines and mark else name
@@ -106,9 +112,8 @@ def read_text(text: str, name: str, lines: bool = True) -> Node:
         raise UserError(
             f"{place}: a control character (code {ord(text[error.position])}) is not allowed in YAML"
         ) from None
-    if root is None:
-        return Node(None, f"{name}:1" if lines else name)
-    return _Converter(name, lines).convert(root, None)
+    except RecursionError:
+        raise UserError(f"{name}: maps or lists are nested hundreds deep; an experiment needs a handful") from None
 
 
 def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
@@ -127,12 +132,16 @@ class _Converter:
     def __init__(self, name: str, lines: bool):
         self.name, self.lines = name, lines
         self.open: list[yaml.Node] = []
+        self.values = 0
 
     def place(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
     def convert(self, node: yaml.Node, origin: str | None) -> Node:
         origin = origin or self.place(node)
+        self.values += 1
+        if self.values > _MOST:
+            raise UserError(f"{self.name}: more than {_MOST:,} values once its aliases (*name) are written out")
         if node.tag not in _TAGS:
             raise UserError(f"{self.place(node)}: tags ({node.tag}) are not read; write the plain value")
         if isinstance(node, yaml.ScalarNode):

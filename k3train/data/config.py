@@ -4,14 +4,15 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Fraction, NonNegative, Positive, Section, Strings
+from k3train.config.section import Fraction, NonNegative, PathText, Positive, Section, Strings
 
 
 class TokenizerConfig(Section):
     """Text to token ids."""
 
     kind: Literal["bytes", "huggingface"] = "bytes"
-    path: str | None = None
+    """Bytes of UTF-8, or a Hugging Face tokenizer file."""
+    path: PathText | None = None
     """The ``tokenizer.json`` of kind huggingface."""
 
     @model_validator(mode="after")
@@ -43,9 +44,10 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """One token store, cut into rows of ``sequence_length`` tokens."""
 
-    store: str
+    store: PathText
     """Folder of the prepared tokens; ``train`` makes it from ``source`` where it is absent."""
     sequence_length: Positive
+    """Tokens in a row."""
     source: SourceConfig | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     holdout: Fraction = 0.01

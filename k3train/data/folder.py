@@ -95,7 +95,10 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")
+    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - "." and ".." have a name of their own only so
+    if not whole.name:
+        raise UserError(f"{folder}: the top of a disk is no place for a store; set data.store to a folder in it")
+    return whole.with_name(f".{whole.name}.{what}")
 
 
 def _clear_leftovers(folder: Path) -> None:

@@ -11,15 +11,19 @@ class KernelsConfig(Section):
     """One named implementation an op; ``auto`` is resolved once at start and printed."""
 
     kda: Literal["auto", "chunked", "recurrent"] = "auto"
+    """The delta rule."""
     kda_chunk: Positive = 64
     """Tokens in a chunk of the chunked delta rule."""
     attention: Literal["auto", "blockwise", "reference"] = "auto"
+    """MLA's softmax attention."""
     attention_block: Positive = 512
     """Query rows scored at a time by the blockwise form."""
     grouped_matmul: Literal["auto", "blocked", "reference"] = "auto"
+    """The routed experts' matrix products."""
     grouped_matmul_block: Positive = 128
     """Rows in a block of the blocked form; each expert's group is padded to a multiple."""
     cross_entropy: Literal["auto", "chunked", "reference"] = "auto"
+    """The loss from hidden states."""
     cross_entropy_chunk: Positive = 8192
     """Vocabulary entries scored at a time by the chunked form."""
 

@@ -24,6 +24,7 @@ class LayersConfig(Section):
     """Which layer is of which kind; numbers count from 1, as in published configs."""
 
     count: Positive
+    """Decoder layers."""
     kda: Ints = ()
     """Layers that mix tokens by KDA."""
     mla: Ints = ()
@@ -70,7 +71,9 @@ class ModelConfig(Section):
     """A decoder of the Kimi K3 / Kimi Linear family."""
 
     vocab_size: Positive
+    """Rows of the embedding table and outputs of the head."""
     hidden_size: Positive
+    """Width of the hidden states."""
     layers: LayersConfig
     kda: KDAConfig | None = None
     mla: MLAConfig | None = None
@@ -80,6 +83,7 @@ class ModelConfig(Section):
     attn_residual: AttnResidualConfig = AttnResidualConfig()
     mtp: MTPConfig | None = None
     norm_eps: PositiveFloat = 1e-5
+    """Epsilon of every RMSNorm but MLA's latent ones."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of every matrix at the start."""
     tie_embeddings: bool = False

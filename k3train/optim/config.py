@@ -11,6 +11,7 @@ class ScheduleConfig(Section):
     """Learning-rate factor as a function of tokens seen (1 at the peak)."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Form of the curve after warm-up."""
     warmup: Fraction = 0.01
     """Share of the run's tokens over which the factor rises from 0 to 1."""
     decay: Fraction = 0.2
@@ -25,9 +26,13 @@ class MuonConfig(Section):
     """Per-Head Muon for matrices (k3-facts 9.1)."""
 
     lr: PositiveFloat = 2e-3
+    """Peak learning rate."""
     momentum: Fraction = 0.95
+    """Decay of the momentum."""
     nesterov: bool = True
+    """Orthogonalise gradient + momentum x new momentum, not the momentum alone."""
     weight_decay: float = 0.1
+    """Decoupled decay of the matrices."""
     steps: Positive = 5
     """Newton-Schulz iterations."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -40,9 +45,13 @@ class AdamWConfig(Section):
     """AdamW for embeddings, head, vectors and convolutions."""
 
     lr: PositiveFloat = 2e-3
+    """Peak learning rate."""
     b1: Fraction = 0.9
+    """Decay of the first moment."""
     b2: Fraction = 0.95
+    """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """On arrays that decay (matrices and tables); vectors never do."""
 
@@ -51,6 +60,7 @@ class BalanceConfig(Section):
     """Router-bias update after every step."""
 
     kind: Literal["quantile", "sign", "none"] = "quantile"
+    """The bias that levels the load exactly on this step's tokens, a fixed step towards it, or no balancing."""
     bins: Positive = 1000
     """Histogram bins of the quantile form."""
     rate: PositiveFloat = 1e-3

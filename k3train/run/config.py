@@ -1,18 +1,18 @@
 """The run section: where a run lives and how it starts. Imports no JAX."""
 
-from k3train.config.section import NonNegative, Section
+from k3train.config.section import NonNegative, PathText, Section
 
 
 class RunConfig(Section):
     """The run's folder, seed and start."""
 
-    dir: str
+    dir: PathText
     """Folder that holds everything a run leaves behind."""
     seed: NonNegative = 0
     """Seed of the initial weights."""
     resume: str = "auto"
     """auto: go on where the folder holds a checkpoint; must; never; or PATH@STEP of another run."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Run folder or checkpoint whose weights (and nothing else) the run begins with."""
     init_partial: bool = False
     """Let ``init_from`` lack arrays or hold others of another shape; each is named."""

@@ -49,8 +49,12 @@ class SampleConfig(Section):
     """Text the model writes during training."""
 
     prompts: Strings = ()
+    """Texts the model goes on from."""
     every: NonNegative = 0
     """Steps between samples; 0 samples at the end only."""
     tokens: Positive = 200
+    """Tokens written after each prompt at most."""
     temperature: float = 0.8
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_p: float = 0.95
+    """Probability mass that tokens are drawn from."""

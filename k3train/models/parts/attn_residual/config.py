@@ -9,6 +9,7 @@ class AttnResidualConfig(Section):
     """How sub-layers read the depth: block or full attention residuals, or plain residual addition."""
 
     kind: Literal["block", "full", "none"] = "block"
+    """Rows by block of layers, one for every sub-layer, or plain addition."""
     block_size: Positive = 12
     """Decoder layers in a block (the release's unit; papers count sub-layers)."""
 

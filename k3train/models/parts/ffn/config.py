@@ -9,6 +9,7 @@ class ActivationConfig(Section):
     """Gated activation: SiTU-GLU (K3) or SwiGLU (Kimi-Linear)."""
 
     kind: Literal["situ", "swiglu"] = "situ"
+    """SiTU-GLU, whose branches are bounded, or SwiGLU."""
     beta: PositiveFloat = 4.0
     """Bound of the gate branch (SiTU)."""
     linear_beta: PositiveFloat | None = 25.0
@@ -19,6 +20,7 @@ class FFNConfig(Section):
     """The dense feed-forward network of the layers without experts."""
 
     intermediate_size: Positive
+    """Width between up and down projection."""
 
     def parameters(self, hidden: int) -> int:
         """Trainable elements: gate, up and down."""

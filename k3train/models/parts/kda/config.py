@@ -9,7 +9,9 @@ class KDAConfig(Section):
     """Sizes and variants of a KDA mixer; key and value widths are both ``head_dim``."""
 
     num_heads: Positive
+    """Heads; each has its own decay, state and output norm input."""
     head_dim: Positive = 128
+    """Width of a head's keys and values, and rank of the decay's low-rank path."""
     conv_size: Positive = 4
     """Taps of the causal depthwise convolution on q, k and v."""
     gate: Literal["bounded", "softplus"] = "bounded"

@@ -7,14 +7,19 @@ class MLAConfig(Section):
     """Sizes and variants of an MLA mixer. Keys are [nope | shared]; the shared part is never rotated."""
 
     num_heads: Positive
+    """Heads, as many for keys and values as for queries."""
     q_lora_rank: Positive | None = None
     """Rank of the query's low-rank path; none projects the query directly (Kimi-Linear)."""
     kv_lora_rank: Positive = 512
+    """Width of the latent that all heads' keys and values come from; decoding caches it."""
     qk_nope_head_dim: Positive = 128
+    """Width of the query and key part of each head's own."""
     qk_shared_head_dim: Positive = 64
     """Width of the key part shared by all heads (``qk_rope_head_dim`` of the release; unrotated)."""
     v_head_dim: Positive = 128
+    """Width of a head's values."""
     output_gate: bool = True
+    """Multiply the heads' outputs by a sigmoid gate of the layer's input (K3)."""
     latent_norm_eps: PositiveFloat = 1e-6
     """Epsilon of the two latent norms; the released code uses its default here, not ``norm_eps``."""
 

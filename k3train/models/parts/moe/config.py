@@ -8,8 +8,11 @@ class MoEConfig(Section):
     """Routed experts of width ``intermediate_size``, shared experts, and the latent space between."""
 
     num_experts: Positive
+    """Routed experts."""
     top_k: Positive
+    """Routed experts a token takes."""
     intermediate_size: Positive
+    """Width inside an expert."""
     num_shared: NonNegative = 0
     """Shared experts; they act as one network of ``num_shared`` times the expert width."""
     latent_size: Positive | None = None

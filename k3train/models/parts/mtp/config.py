@@ -9,5 +9,8 @@ class MTPConfig(Section):
     """One prediction layer: norm both inputs, concatenate, project, one decoder layer, the shared head."""
 
     mixer: Literal["kda", "mla"] = "mla"
+    """Mixer of the prediction layer."""
     ffn: Literal["dense", "moe"] = "moe"
+    """Feed-forward network of the prediction layer."""
     loss_weight: float = 0.3
+    """Factor on the prediction layer's loss."""

@@ -1,0 +1,86 @@
+"""The page of every config key, made from the sections themselves. Imports no JAX."""
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from k3train.config.schema import section_of
+from k3train.config.section import Section
+from k3train.config.show import literal
+
+INTRODUCTION = """\
+# Every config key
+
+This page is made from the sections' own classes by `k3train config schema --markdown`; a test keeps the two equal.
+How files are read, merged and overridden stands in [concepts.md](concepts.md).
+
+A key is written nested in YAML, or dotted on the command line (`optim.muon.lr=0.01`). A section that says nothing
+else has all its defaults when it is left out."""
+
+
+def markdown(schema: type[Section]) -> str:
+    """A Markdown page of ``schema`` (``k3train.experiment.Experiment``).
+
+    One heading a section, one table row a key with type, default and meaning.
+    """
+    parts = [INTRODUCTION]
+    for name, section, optional in _sections(schema):
+        about = _tidy(section.__doc__ or "") + (" The section may be `null`, its default." if optional else "")
+        parts.append(f"## {name}\n\n{about}")
+        rows = _rows(section, name)
+        if rows:
+            head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+            parts.append("\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)]))
+    return "\n\n".join(parts)
+
+
+def _sections(schema: type[Section], prefix: str = "", optional: bool = False) -> Iterator[tuple]:
+    """(dotted name, class, whether null may stand there) of every section beneath ``schema``, parents first."""
+    if prefix:
+        yield prefix, schema, optional
+    for name, field in schema.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            nullable = types.NoneType in typing.get_args(field.annotation)
+            yield from _sections(inner, f"{prefix}.{name}" if prefix else name, nullable)
+
+
+def _rows(section: type[Section], prefix: str) -> list[tuple[str, str, str, str]]:
+    properties = section.model_json_schema()["properties"]
+    rows = []
+    for name, field in section.model_fields.items():
+        if section_of(field.annotation) is None:
+            default = "required" if field.is_required() else f"`{literal(field.default)}`"
+            rows.append((f"`{prefix}.{name}`", _type(properties[name]), default, _tidy(field.description or "")))
+    return rows
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON Schema of one value in words."""
+    match schema:
+        case {"enum": values}:
+            return " or ".join(f"`{value}`" for value in values)
+        case {"anyOf": choices}:
+            return " or ".join(dict.fromkeys(map(_type, choices)))
+        case {"type": "array", "items": items}:
+            return f"list of {_type(items)}s"
+        case {"type": "string", "pattern": _}:
+            return "text such as 2.0B"
+        case {"type": "string"}:
+            return "text"
+        case {"type": "boolean"}:
+            return "`true` or `false`"
+        case {"type": "null"}:
+            return "`null`"
+    bounds = [
+        f"{sign} {schema[key]}"
+        for key, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("maximum", "<="))
+        if key in schema
+    ]
+    return " ".join([schema["type"], " and ".join(bounds)]).strip()
+
+
+def _tidy(text: str) -> str:
+    """A docstring on one line, as Markdown that a table cell can hold."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
