@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("file", help="experiment file (YAML)")
-        action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's")
+        action.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's"
+        )
     schema = actions.add_parser("schema", help="print the JSON Schema for editors", description="print the JSON Schema")
     schema.add_argument("--markdown", action="store_true", help="print the page of every key instead (docs/config.md)")
 

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from k3train.data.config import DataConfig
     from k3train.data.store import Store
     from k3train.data.tokenizer import Tokenizer
+
+_MOST = 2**62  # sample and row numbers are counted in 64 bits
 
 HELP = "prepare and inspect token stores"
 
@@ -59,7 +62,9 @@ def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argp
     action = actions.add_parser(name, help=text, description=text)
     what = "experiment file (YAML)" if name == "prepare" else "experiment file (YAML) or store folder"
     action.add_argument("config", metavar="CONFIG" if name == "prepare" else "CONFIG|STORE", help=what)
-    action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's")
+    action.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's"
+    )
     return action
 
 
@@ -84,8 +89,13 @@ def _prepare(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from k3train.data.report import console, report, show_rows
 
-    if args.rows < 0 or args.sample < 0:
-        raise UserError("--rows and --sample count from 0")
+    for option, value, least in (
+        ("--rows", args.rows, 0),
+        ("--sample", args.sample, 0),
+        ("--sequence-length", args.sequence_length, 1),
+    ):
+        if value is not None and not least <= value < _MOST:
+            raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
     store, tokenizer, config = _open(args)
     out = console()
     if args.verify:

@@ -9,7 +9,9 @@ HELP = "score a run's checkpoint on its held-out documents"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run folder, or RUN@STEP (default: the newest step)")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the run's own")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the run's own"
+    )
     parser.add_argument("--ema", action="store_true", help="score the averaged weights (optim.ema)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

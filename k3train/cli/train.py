@@ -8,7 +8,9 @@ HELP = "train the model of an experiment file; goes on where its run folder left
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig, SourceConfig
 from k3train.data.corpora import get_corpus, locate, read_corpus
-from k3train.data.folder import clear_leftovers, exclusive, written_whole
+from k3train.data.folder import clear_leftovers, disk_errors, exclusive, written_whole
 from k3train.data.header import Header, SourceFile, SourceHeader, TokenizerHeader
 from k3train.data.match import difference
 from k3train.data.sources import BadRecord, Document, find_files, read_documents
@@ -22,6 +22,8 @@ from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.data.writer import HOLDOUT_RULE, SHARD_TOKENS, Spool, is_held_out
 
 Say = Callable[[str], None]
+VERIFIED = 1 << 30
+"""Bytes of tokens that are compared with their checksums when a store is opened: about a second's reading."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ def prepare(
         raise UserError("data.source: nothing to prepare from; name a corpus or files, or an existing data.store")
     tokenizer = load_tokenizer(config.tokenizer)
     _check_policy(config, tokenizer)
-    if not replace and (folder / HEADER).is_file():
+    with disk_errors(folder):
+        is_there = (folder / HEADER).is_file()
+    if not replace and is_there:
         clear_leftovers(folder)
         return _matching(folder, config, tokenizer)
     with exclusive(folder, say):
@@ -90,7 +94,7 @@ def ensure_store(
 
     Raises:
       UserError: see ``prepare`` and ``open_store``; the store was made from something else than the config says; it
-        holds ids that a model of ``vocab_size`` does not know.
+        holds ids that a model of ``vocab_size`` does not know; its files are not as they were written.
     """
     try:
         if is_leader and config.source is not None:
@@ -100,6 +104,12 @@ def ensure_store(
     tokenizer = load_tokenizer(config.tokenizer)
     store = open_store(config.store, vocab_size=vocab_size, tokenizer=tokenizer)
     difference(store, config, tokenizer, with_files=False)
+    left_out = store.verify(VERIFIED)
+    if left_out and is_leader:
+        say(
+            f"{store.path}: {left_out / 2**30:.1f} GiB of tokens were not compared with their checksums; "
+            "k3train data inspect --verify does it"
+        )
     return store
 
 

@@ -58,14 +58,16 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     """
     found: dict[str, Path] = {}
     for pattern in patterns:
-        expanded = str(Path(pattern).expanduser())
-        if glob.has_magic(expanded) and not Path(expanded).exists():
-            paths = [Path(name) for name in sorted(glob.glob(expanded, recursive=True)) if Path(name).is_file()]  # noqa: PTH207
-        else:
-            paths = [Path(expanded)]
-        if not paths or not paths[0].exists():
+        try:
+            paths = _expand(pattern)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise UserError(f"data.source.files: {pattern} cannot be looked up ({reason})") from error
+        if not paths:
             raise UserError(f"data.source.files: no file matches {pattern} (seen from {Path.cwd()})")
         for path in paths:
+            if not path.exists():
+                raise UserError(f"data.source.files: {path} is a link to nothing; mend or remove it")
             if path.is_dir():
                 raise UserError(f"data.source.files: {path} is a folder; name its files, as in {path}/**/*.txt")
             if not path.name.endswith(SUFFIXES):
@@ -74,6 +76,15 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
                 )
             found.setdefault(os.path.realpath(path), path)
     return list(found.values())
+
+
+def _expand(pattern: str) -> list[Path]:
+    """Files that the path or glob names, and links to nothing among them; empty where there are none."""
+    named = Path(pattern).expanduser()
+    if glob.has_magic(str(named)) and not named.exists():
+        found = [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]  # noqa: PTH207
+        return [path for path in found if path.is_file() or not path.exists()]
+    return [named] if named.exists() else []
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
@@ -136,6 +147,8 @@ def _parse(name: str, number: int, offset: int, line: bytes, text_field: str) ->
         return bad("invalid UTF-8", f"byte 0x{line[error.start]:02x}, {error.reason}", error.start)
     if not body.strip():
         return bad("empty line")
+    if number == 1:
+        body = body.removeprefix("\ufeff")  # a byte order mark is no part of the JSON
     try:
         record = json.loads(body)
     except json.JSONDecodeError as error:
@@ -146,12 +159,12 @@ def _parse(name: str, number: int, offset: int, line: bytes, text_field: str) ->
     except (ValueError, RecursionError) as error:
         return bad("broken JSON", str(error))
     if not isinstance(record, dict):
-        return bad("not a JSON object", f"a {type(record).__name__}")
+        return bad("not a JSON object", f"it is {_json_type(record)}")
     if text_field not in record:
         return bad("missing field", f"no {text_field!r}; it has {', '.join(map(repr, list(record)[:6])) or 'none'}")
     text = record[text_field]
     if not isinstance(text, str):
-        return bad("field is not text", f"{text_field!r} is a {type(text).__name__}")
+        return bad("field is not text", f"{text_field!r} is {_json_type(text)}")
     if not text.strip():
         return bad("empty document")
     try:
@@ -159,3 +172,20 @@ def _parse(name: str, number: int, offset: int, line: bytes, text_field: str) ->
     except UnicodeEncodeError as error:
         return bad("invalid Unicode", f"lone surrogate at character {error.start} of {text_field!r}")
     return Document(text, name, number, offset)
+
+
+def _json_type(value: object) -> str:
+    """What JSON calls a value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case dict():
+            return "an object"
+        case _:
+            return "a number"

@@ -137,17 +137,31 @@ class Store:
                 f"{tokenizer.kind} {tokenizer.fingerprint[:12]}. Name the tokenizer it was made with, or another store"
             )
 
-    def verify(self) -> None:
-        """Read every file and compare its sha256 with the header's.
+    def verify(self, most: int | None = None) -> int:
+        """Read files and compare their sha256 with the header's.
+
+        Args:
+          most: bytes of tokens to read; shards that would go past them are left out. The other files, by which every
+            token finds its document, are always read. None reads everything.
+
+        Returns:
+          Bytes that were left out.
 
         Raises:
           UserError: naming the first file that differs.
         """
+        left_out = read = 0
         for entry in self.header.files:
+            if most is not None and "/tokens-" in entry.name:
+                if read + entry.bytes > most:
+                    left_out += entry.bytes
+                    continue
+                read += entry.bytes
             with (self.path / entry.name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != entry.sha256:
                 raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum. {_CURE}")
+        return left_out
 
 
 def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: Tokenizer | None = None) -> Store:
@@ -158,6 +172,13 @@ def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: To
         tokenizer.
     """
     path = Path(path)
+    try:
+        return _open(path, vocab_size, tokenizer)
+    except OSError as error:
+        raise UserError(f"{path}: the token store cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path, vocab_size: int | None, tokenizer: Tokenizer | None) -> Store:
     store = Store(path, _read_header(path))
     for entry in store.header.files:
         file = path / entry.name
@@ -186,7 +207,12 @@ def _read_header(path: Path) -> Header:
         if version != FORMAT_VERSION:
             raise UserError(f"{file}: format version {version}, but this k3train reads {FORMAT_VERSION}. {_CURE}")
         return Header.model_validate_json(text)
-    except (ValueError, AttributeError, ValidationError) as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{file}: broken header ({'.'.join(map(str, first['loc']))}: {first['msg']}). {_CURE}"
+        ) from error
+    except (ValueError, AttributeError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(f"{file}: broken header ({reason}). {_CURE}") from error
 

@@ -80,7 +80,8 @@ def test_inspect_a_folder_and_its_held_out_padding(prepared, tmp_path, capsys):
     assert main(["data", "inspect", folder, "--holdout", "--rows", "1", "--sequence-length", "100000"]) == 0
     assert "‹padding x " in capsys.readouterr().out
     assert main(["data", "inspect", folder, "data.holdout=1"]) == 30
-    assert main(["data", "inspect", folder, "--rows", "-1"]) == 30
+    for option in (["--rows", "-1"], ["--sample", "99999999999999999999"], ["--sequence-length", "0"]):
+        assert main(["data", "inspect", folder, *option]) == 2
 
 
 def test_inspect_without_a_store(experiment, capsys):

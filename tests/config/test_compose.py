@@ -44,6 +44,7 @@ def test_paths_are_relative_to_the_file_that_names_them(tmp_path):
     ("extends: missing.yaml\n", "top.yaml:1: extends: .*missing.yaml does not exist"),
     ("a: 1\nextends: top.yaml\n", "extends itself: top.yaml -> top.yaml"),
     ("extends: back.yaml\n", "extends itself: top.yaml -> back.yaml -> top.yaml"),
+    ("extends: .\n", "top.yaml:1: extends: .* is a folder; name a YAML file in it"),
     ("extends: 3\n", "top.yaml:1: extends: takes a file name"),
 ])  # fmt: skip
 def test_bad_extends(write, text, message):

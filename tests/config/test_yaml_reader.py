@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from k3train.config.compose import compose
 from k3train.config.errors import UserError
 from k3train.config.yaml_reader import read_file, read_text
 
@@ -79,3 +80,29 @@ def test_files_that_are_none(tmp_path):
 def test_byte_order_mark_is_no_content(tmp_path):
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
     assert read_file(tmp_path / "bom.yaml").plain() == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + "[" * 3000 + "]" * 3000, "nested hundreds deep"),
+        ("".join("  " * i + "a:\n" for i in range(1200)), "nested hundreds deep"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcde", "bcdef", strict=True)),
+            "more than 100,000 values",
+        ),
+    ],
+    ids=["lists", "maps", "aliases"],
+)
+def test_files_that_grow_without_measure(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_file(tmp_path / "x.yaml")
+
+
+def test_names_that_lead_nowhere(tmp_path):
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    for name, message in (("loop.yaml", "symbolic links"), ("a\0b", "no file name"), ("x" * 300, "too long")):
+        with pytest.raises(UserError, match=message):
+            compose(tmp_path / name)

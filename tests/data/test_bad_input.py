@@ -18,8 +18,8 @@ LINES = {
     "broken JSON": (b'{"text": "a\n', "line 2, byte 28: broken JSON: Invalid control character at column 12"),
     "two JSON values on one line": (b'{"text": "a"} {"text": "b"}\n', "line 2, byte 31: two JSON values"),
     "missing field": (b'{"body": "a"}\n', "line 2, byte 17: missing field: no 'text'; it has 'body'"),
-    "field is not text": (b'{"text": 7}\n', "line 2, byte 17: field is not text: 'text' is a int"),
-    "not a JSON object": (b'["a"]\n', "line 2, byte 17: not a JSON object: a list"),
+    "field is not text": (b'{"text": 7}\n', "line 2, byte 17: field is not text: 'text' is a number"),
+    "not a JSON object": (b'["a"]\n', "line 2, byte 17: not a JSON object: it is an array"),
     "empty document": (b'{"text": " "}\n', "line 2, byte 17: empty document"),
     "empty line": (b"\n", "line 2, byte 17: empty line"),
     "invalid UTF-8": (b'{"text": "\xff"}\n', "line 2, byte 27: invalid UTF-8: byte 0xff"),
@@ -93,14 +93,42 @@ def test_truncated_gzip_keeps_the_lines_before(tmp_path, make_config):
         (["a.pdf"], "a.pdf is none of .txt, .jsonl, .jsonl.gz"),
         (["*"], "is none of"),
         (["folder"], "is a folder; name its files"),
+        (["linked/*.txt"], "linked/gone.txt is a link to nothing; mend or remove it"),
+        (["~nobody-of-that-name/*.txt"], "cannot be looked up"),
+        (["x" * 300], "cannot be looked up .File name too long"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, make_config, monkeypatch, patterns, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "gone.txt").symlink_to("nowhere.txt")
     with pytest.raises(UserError, match=says):
         run(make_config(source={"files": patterns}))
+
+
+@pytest.mark.parametrize(
+    ("store", "says"),
+    [
+        ("/", "the top of a disk is no place for a store"),
+        (".", "something that is no token store lies there"),
+        ("..", "something that is no token store lies there"),
+        ("x" * 300, "cannot be written .File name too long"),
+        ("a.txt/store", "cannot be written .Not a directory|cannot be written .File exists"),
+    ],
+)
+def test_places_that_are_none_for_a_store(tmp_path, make_config, monkeypatch, store, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=says):
+        run(make_config([tmp_path / "a.txt"], store=store))
+    assert {p.name for p in tmp_path.iterdir()} <= {"a.txt"}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_jsonl_file(tmp_path, make_config):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD * 2)
+    assert run(make_config([tmp_path / "a.jsonl"])).train.documents == 2
 
 
 def test_globs_find_each_file_once(tmp_path, make_config):

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
+from k3train.data.config import DataConfig
+from k3train.data.prepare import ensure_store
 from k3train.data.store import open_store
 from k3train.data.tokenizer import ByteTokenizer
 
@@ -73,6 +75,25 @@ def test_flipped_bit_is_found_by_verify(copied):
     store = open_store(copied)
     with pytest.raises(UserError, match=r"tokens-00000.bin: contents differ from the header's checksum"):
         store.verify()
+
+
+@pytest.mark.parametrize("name", ["train/tokens-00000.bin", "train/doc_offsets.bin", "holdout/token_bytes.bin"])
+def test_a_flipped_bit_is_found_where_a_store_is_opened_to_be_read(copied, monkeypatch, name):
+    """Small stores whole; of large ones everything but the tokens, and that is said."""
+    data = bytearray((copied / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copied / name).write_bytes(data)
+    config = DataConfig.model_validate({"store": str(copied), "sequence_length": 32, "holdout": 0.2})
+    said = []
+    with pytest.raises(UserError, match=f"{name}: contents differ from the header's checksum"):
+        ensure_store(config, say=said.append)
+    monkeypatch.setattr("k3train.data.prepare.VERIFIED", 0)
+    if "tokens-" in name:
+        ensure_store(config, say=said.append)
+        assert "were not compared with their checksums" in said[0]
+    else:
+        with pytest.raises(UserError, match="contents differ"):
+            ensure_store(config, say=said.append)
 
 
 def test_id_beyond_the_header_is_refused_when_read(copied):
