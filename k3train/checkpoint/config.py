@@ -3,7 +3,7 @@
 from k3train.config.section import NonNegative, Positive, Section
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, drift="free"):
     """Saving is asynchronous; the last step is always saved."""
 
     every: NonNegative = 0

@@ -1,7 +1,12 @@
-"""The base of every config section, and the field types they share. Imports no JAX."""
+"""The base of every config section, and the field types they share. Imports no JAX.
 
+Every key says what may become of it when a run goes on (``config/drift.py``): a section by its class argument
+``drift=``, which its keys take over, and a single key by ``Frozen[int]``, ``Branch[int]`` or ``Free[int]``.
+"""
+
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -45,9 +50,35 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 PathText = Annotated[str, AfterValidator(_path)]
 
 
+class Drift(StrEnum):
+    """What may become of a key when a run goes on."""
+
+    FROZEN = "frozen"
+    """Never changes within a run: arrays or the order of the data depend on it."""
+    BRANCH = "branch"
+    """What is learned depends on it: changes only with a run folder of its own (``--branch``)."""
+    FREE = "free"
+    """May change; the change is written down."""
+    DERIVED = "derived"
+    """A fact of the surroundings, no wish: written down, refused where bits must repeat."""
+
+
+T = TypeVar("T")
+Frozen = Annotated[T, Drift.FROZEN]
+Branch = Annotated[T, Drift.BRANCH]
+Free = Annotated[T, Drift.FREE]
+
+
 class Section(BaseModel):
     """One section of the experiment file: strict types, no unknown keys, immutable, finite numbers."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+    drift: ClassVar[Drift | None] = None
+    """Class of the keys that name none of their own."""
+
+    def __init_subclass__(cls, drift: str | None = None, **kwargs: Any) -> None:
+        if drift is not None:
+            cls.drift = Drift(drift)
+        super().__init_subclass__(**kwargs)

@@ -4,15 +4,15 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Fraction, NonNegative, PathText, Positive, Section, Strings
+from k3train.config.section import Branch, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
 
 
-class TokenizerConfig(Section):
+class TokenizerConfig(Section, drift="frozen"):
     """Text to token ids."""
 
     kind: Literal["bytes", "huggingface"] = "bytes"
     """Bytes of UTF-8, or a Hugging Face tokenizer file."""
-    path: PathText | None = None
+    path: Free[PathText | None] = None
     """The ``tokenizer.json`` of kind huggingface."""
 
     @model_validator(mode="after")
@@ -22,7 +22,7 @@ class TokenizerConfig(Section):
         return self
 
 
-class SourceConfig(Section):
+class SourceConfig(Section, drift="free"):
     """Text that ``data prepare`` turns into the token store: a named corpus, or files."""
 
     corpus: str | None = None
@@ -41,12 +41,12 @@ class SourceConfig(Section):
         return self
 
 
-class DataConfig(Section):
+class DataConfig(Section, drift="frozen"):
     """One token store, cut into rows of ``sequence_length`` tokens."""
 
-    store: PathText
+    store: Free[PathText]
     """Folder of the prepared tokens; ``train`` makes it from ``source`` where it is absent."""
-    sequence_length: Positive
+    sequence_length: Branch[Positive]
     """Tokens in a row."""
     source: SourceConfig | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -58,7 +58,7 @@ class DataConfig(Section):
     """End every document with the tokenizer's EOS."""
     shuffle_seed: NonNegative = 0
     """Order of the documents inside the store, and of rows within an epoch."""
-    max_epochs: Positive | None = None
+    max_epochs: Free[Positive | None] = None
     """End with exit 20 when the data has been read so often; none reads on."""
-    prefetch: Positive = 4
+    prefetch: Free[Positive] = 4
     """Batches read ahead of the step."""

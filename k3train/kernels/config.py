@@ -7,7 +7,7 @@ from pydantic import model_validator
 from k3train.config.section import Positive, Section
 
 
-class KernelsConfig(Section):
+class KernelsConfig(Section, drift="free"):
     """One named implementation an op; ``auto`` is resolved once at start and printed."""
 
     kda: Literal["auto", "chunked", "recurrent"] = "auto"

@@ -3,7 +3,7 @@
 from k3train.config.section import Ints, NonNegative, Positive, Section
 
 
-class MetricsConfig(Section):
+class MetricsConfig(Section, drift="free"):
     """The run's own record is ``metrics.jsonl``."""
 
     every: Positive = 1

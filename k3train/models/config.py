@@ -20,7 +20,7 @@ class LayerKind(NamedTuple):
     ffn: Literal["dense", "moe"]
 
 
-class LayersConfig(Section):
+class LayersConfig(Section, drift="frozen"):
     """Which layer is of which kind; numbers count from 1, as in published configs."""
 
     count: Positive
@@ -67,7 +67,7 @@ class LayersConfig(Section):
         )
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, drift="frozen"):
     """A decoder of the Kimi K3 / Kimi Linear family."""
 
     vocab_size: Positive

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Fraction, NonNegative, Positive, PositiveFloat, Section
+from k3train.config.section import Fraction, Free, Frozen, NonNegative, Positive, PositiveFloat, Section
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Section, drift="branch"):
     """Learning-rate factor as a function of tokens seen (1 at the peak)."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -22,7 +22,7 @@ class ScheduleConfig(Section):
     """Factor at the end."""
 
 
-class MuonConfig(Section):
+class MuonConfig(Section, drift="branch"):
     """Per-Head Muon for matrices (k3-facts 9.1)."""
 
     lr: PositiveFloat = 2e-3
@@ -37,11 +37,11 @@ class MuonConfig(Section):
     """Newton-Schulz iterations."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the Newton-Schulz products."""
-    per_head: bool = True
+    per_head: Frozen[bool] = True
     """Orthogonalise each head's block of q, k, v (and MLA's up-projections) by itself."""
 
 
-class AdamWConfig(Section):
+class AdamWConfig(Section, drift="branch"):
     """AdamW for embeddings, head, vectors and convolutions."""
 
     lr: PositiveFloat = 2e-3
@@ -56,10 +56,10 @@ class AdamWConfig(Section):
     """On arrays that decay (matrices and tables); vectors never do."""
 
 
-class BalanceConfig(Section):
+class BalanceConfig(Section, drift="branch"):
     """Router-bias update after every step."""
 
-    kind: Literal["quantile", "sign", "none"] = "quantile"
+    kind: Frozen[Literal["quantile", "sign", "none"]] = "quantile"
     """The bias that levels the load exactly on this step's tokens, a fixed step towards it, or no balancing."""
     bins: Positive = 1000
     """Histogram bins of the quantile form."""
@@ -69,11 +69,11 @@ class BalanceConfig(Section):
     """Weight of the old bias in the new one (quantile form)."""
 
 
-class OptimConfig(Section):
+class OptimConfig(Section, drift="branch"):
     """Which array is updated how."""
 
     schedule: ScheduleConfig = ScheduleConfig()
-    matrices: Literal["muon", "adamw"] = "muon"
+    matrices: Frozen[Literal["muon", "adamw"]] = "muon"
     """Optimizer of the matrices; everything else is AdamW's."""
     muon: MuonConfig = MuonConfig()
     adamw: AdamWConfig = AdamWConfig()
@@ -84,7 +84,7 @@ class OptimConfig(Section):
     balance: BalanceConfig = BalanceConfig()
     ema: Fraction | None = None
     """Decay of a moving average of the weights kept beside them; none keeps none."""
-    skip_nonfinite: NonNegative = 0
+    skip_nonfinite: Free[NonNegative] = 0
     """Steps with a non-finite loss or gradient that may be skipped in a row before exit 40."""
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from k3train.config.section import Section
 AxisSize = Annotated[int, Field(ge=-1)]
 
 
-class MeshConfig(Section):
+class MeshConfig(Section, drift="free"):
     """Devices along each axis; one axis may be -1 and takes what is left."""
 
     data: AxisSize = -1

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Count, NonNegative, Positive, Section, Strings
+from k3train.config.section import Count, Free, NonNegative, Positive, Section, Strings
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, drift="branch"):
     """What one optimizer step is, and how many there are."""
 
     global_batch: Positive
@@ -16,11 +16,11 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run; or give ``tokens``."""
     tokens: Count | None = None
     """Nominal tokens (rows x length) of the whole run, as 2.0B or 256Ki if you like; or give ``steps``."""
-    accumulation: Positive = 1
+    accumulation: Free[Positive] = 1
     """Microbatches in which a step's rows are worked through."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of activations and of the weights' working copy; master weights are float32."""
-    remat: Literal["full", "none"] = "full"
+    remat: Free[Literal["full", "none"]] = "full"
     """What the backward pass recomputes: each layer whole, or nothing."""
     z_loss: float = 0.0
     """Weight of the squared log-partition of the output."""
@@ -36,7 +36,7 @@ class TrainConfig(Section):
         return self
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, drift="free"):
     """Held-out loss during training."""
 
     every: NonNegative = 0
@@ -45,7 +45,7 @@ class EvalConfig(Section):
     """Held-out rows read at most; none reads all."""
 
 
-class SampleConfig(Section):
+class SampleConfig(Section, drift="free"):
     """Text the model writes during training."""
 
     prompts: Strings = ()

@@ -5,7 +5,7 @@ from typing import Literal
 from k3train.config.section import Positive, Section
 
 
-class AttnResidualConfig(Section):
+class AttnResidualConfig(Section, drift="frozen"):
     """How sub-layers read the depth: block or full attention residuals, or plain residual addition."""
 
     kind: Literal["block", "full", "none"] = "block"

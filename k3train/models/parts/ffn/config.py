@@ -5,7 +5,7 @@ from typing import Literal
 from k3train.config.section import Positive, PositiveFloat, Section
 
 
-class ActivationConfig(Section):
+class ActivationConfig(Section, drift="frozen"):
     """Gated activation: SiTU-GLU (K3) or SwiGLU (Kimi-Linear)."""
 
     kind: Literal["situ", "swiglu"] = "situ"
@@ -16,7 +16,7 @@ class ActivationConfig(Section):
     """Bound of the linear branch (SiTU); none leaves it unbounded."""
 
 
-class FFNConfig(Section):
+class FFNConfig(Section, drift="frozen"):
     """The dense feed-forward network of the layers without experts."""
 
     intermediate_size: Positive

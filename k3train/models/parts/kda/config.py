@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from k3train.config.section import NonNegative, Positive, Section
+from k3train.config.section import Free, NonNegative, Positive, Section
 
 
-class KDAConfig(Section):
+class KDAConfig(Section, drift="frozen"):
     """Sizes and variants of a KDA mixer; key and value widths are both ``head_dim``."""
 
     num_heads: Positive
@@ -20,7 +20,7 @@ class KDAConfig(Section):
     """Least log-decay per token of the bounded form."""
     output_gate: Literal["full", "low_rank"] = "full"
     """Output gate from one full matrix (K3) or two of rank ``head_dim`` (Kimi-Linear)."""
-    a_log_stored_multiple: NonNegative = 0
+    a_log_stored_multiple: Free[NonNegative] = 0
     """Published checkpoints store A_log padded with zeros to a multiple of this (K3: 128); 0 for none."""
 
     @property

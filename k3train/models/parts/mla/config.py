@@ -3,7 +3,7 @@
 from k3train.config.section import Positive, PositiveFloat, Section
 
 
-class MLAConfig(Section):
+class MLAConfig(Section, drift="frozen"):
     """Sizes and variants of an MLA mixer. Keys are [nope | shared]; the shared part is never rotated."""
 
     num_heads: Positive

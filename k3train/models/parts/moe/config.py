@@ -4,7 +4,7 @@ from k3train.config.section import NonNegative, Positive, Section
 from k3train.models.parts.router.config import RouterConfig
 
 
-class MoEConfig(Section):
+class MoEConfig(Section, drift="frozen"):
     """Routed experts of width ``intermediate_size``, shared experts, and the latent space between."""
 
     num_experts: Positive

@@ -5,7 +5,7 @@ from typing import Literal
 from k3train.config.section import Positive, PositiveFloat, Section
 
 
-class RouterConfig(Section):
+class RouterConfig(Section, drift="frozen"):
     """How a token's experts and their weights follow from its router scores."""
 
     score: Literal["sigmoid", "softmax"] = "sigmoid"
