@@ -3,10 +3,10 @@
 Orbax casts dtypes silently and reports shapes at length (toolchain.md 4), so tables are compared before it is asked.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from etils.epath import Path
 from orbax.checkpoint import v1 as ocp
 
 Tree = Any  # nested dicts of jax.Array or jax.ShapeDtypeStruct

@@ -7,9 +7,9 @@ RUN/checkpoints/300.retired-1/          set aside by a resume from an older step
 """
 
 import re
-import shutil
 from collections.abc import Callable
-from pathlib import Path
+
+from etils.epath import Path
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -58,7 +58,7 @@ def clear_way(directory: Path, step: int, note: Callable[[str], None] = ignore) 
     for entry in directory.iterdir():
         if _UNFINISHED.fullmatch(entry.name) and entry.is_dir():
             note(f"removing {entry}: a save that never ended")
-            shutil.rmtree(entry)
+            entry.rmtree()
     folder = step_folder(directory, step)
     if (folder / MANIFEST).exists():
         raise FileExistsError(f"{folder} is a complete checkpoint already; a step is never saved twice")
@@ -67,14 +67,14 @@ def clear_way(directory: Path, step: int, note: Callable[[str], None] = ignore) 
     if any(folder.iterdir()) and not (folder / "_CHECKPOINT_METADATA").exists():
         raise FileExistsError(f"{folder} holds files that no checkpoint has; move them away to save step {step}")
     note(f"removing {folder}: a save that never ended")
-    shutil.rmtree(folder)
+    folder.rmtree()
 
 
 def remove(directory: Path, step: int) -> None:
     """Delete one checkpoint. The manifest goes first: half-deleted, it is no checkpoint any more."""
     folder = step_folder(directory, step)
     (folder / MANIFEST).unlink()
-    shutil.rmtree(folder)
+    folder.rmtree()
 
 
 def retire(directory: Path, after: int) -> list[Path]:

@@ -9,9 +9,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
+from etils.epath import Path
 from orbax.checkpoint import v1 as ocp
 
 from k3train.checkpoint import layout
@@ -50,7 +51,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | PathLike[str],
         config: CheckpointConfig,
         *,
         process: int = 0,
@@ -233,7 +234,7 @@ class CheckpointManager:
 
 
 def restore_subtree(
-    directory: Path,
+    directory: str | PathLike[str],
     step: int,
     abstract: Tree,
     partial: bool = False,

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from etils.epath import Path
+
+from k3train.checkpoint.files import files_below, put, sha256, size_of
 from k3train.checkpoint.layout import MANIFEST, ignore
-from k3train.config.exit_codes import ExitCode
-from k3train.config.storage import write_whole
 
 FORMAT = 1
 _BIG = 1 << 30  # bytes from which hashing is worth a message
@@ -28,16 +28,9 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _files(folder: Path) -> dict[str, int]:
     """Size in bytes of each file under the folder but the manifest, by relative name."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    names = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-    return {name: size for name, size in names.items() if Path(name).name[:1] != "." and name != MANIFEST}
+    return {name: size for name, size in files_below(folder).items() if name != MANIFEST}
 
 
 def _hash_all(folder: Path, sizes: dict[str, int], note: Callable[[str], None]) -> dict[str, str]:
@@ -49,7 +42,7 @@ def _hash_all(folder: Path, sizes: dict[str, int], note: Callable[[str], None]) 
 
     def one(name: str) -> str:
         nonlocal done, said
-        result = _sha256(folder / name)
+        result = sha256(folder / name)
         with lock:
             done += sizes[name]
             if total >= _BIG and time.monotonic() - said > 10:
@@ -89,7 +82,7 @@ def write_manifest(
         "meta": meta,
     }
     content["digest"] = _digest(content)
-    write_whole(folder / MANIFEST, json.dumps(content, indent=1) + "\n", ExitCode.SAVE_FAILED)
+    put(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -116,7 +109,7 @@ def verify_files(folder: Path, manifest: dict[str, Any], note: Callable[[str], N
         path = folder / name
         if not path.is_file():
             faults.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != wanted["size"]:
+        elif (size := size_of(path)) != wanted["size"]:
             faults.append(f"{name} has {size} bytes, {wanted['size']} were written")
         else:
             present[name] = size

@@ -1,7 +1,9 @@
 """Which checkpoint a run begins with: ``run.resume`` and ``run.init_from`` read. Imports no JAX."""
 
-from pathlib import Path
+from os import PathLike
 from typing import NamedTuple
+
+from etils.epath import Path
 
 from k3train.checkpoint.errors import CheckpointRefused
 from k3train.checkpoint.layout import FOLDER, MANIFEST, list_steps
@@ -17,7 +19,7 @@ class Found(NamedTuple):
     step: int
 
 
-def resolve_resume(resume: str, run_dir: Path) -> Found | None:
+def resolve_resume(resume: str, run_dir: str | PathLike[str]) -> Found | None:
     """The checkpoint that ``run.resume`` names; None starts anew.
 
     Args:

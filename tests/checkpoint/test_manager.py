@@ -1,5 +1,6 @@
 """Saving, verifying and restoring: round trips over meshes, damage, failures, the keep policy."""
 
+import pathlib
 import shutil
 import threading
 
@@ -140,7 +141,8 @@ def truncate(path):
 
 def biggest(folder):
     return max(
-        (p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"), key=lambda p: p.stat().st_size
+        (p for p in pathlib.Path(folder).rglob("*") if p.is_file() and p.name != "manifest.json"),
+        key=lambda p: p.stat().st_size,
     )
 
 
