@@ -9,6 +9,9 @@ from k3train.config.schema import section_of
 from k3train.config.section import Section
 from k3train.config.show import literal
 
+# Bounds from here up are those of 64-bit arrays, which every whole number has.
+_OF_ARRAYS = 2**62
+
 INTRODUCTION = """\
 # Every config key
 
@@ -76,7 +79,7 @@ def _type(schema: dict[str, Any]) -> str:
     bounds = [
         f"{sign} {schema[key]}"
         for key, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("maximum", "<="))
-        if key in schema
+        if key in schema and schema[key] < _OF_ARRAYS
     ]
     return " ".join([schema["type"], " and ".join(bounds)]).strip()
 
