@@ -24,6 +24,9 @@ MODEL = {
     "attn_residual": {"kind": "block", "block_size": 2},
 }
 
+# One layer of each kind: whole runs in processes of their own spend their time compiling.
+SHALLOW = {**MODEL, "layers": {"count": 2, "kda": [1], "mla": [2], "first_dense": 1}}
+
 KIMI_LINEAR = {
     **MODEL,
     "kda": {"num_heads": 2, "head_dim": 16, "gate": "softplus", "output_gate": "low_rank"},

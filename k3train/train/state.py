@@ -1,16 +1,21 @@
 """The training state: one nested dict of arrays, made where it will live."""
 
+from collections.abc import Callable
+from functools import cached_property
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3train.models.decoder import Decoder
 from k3train.optim.ema import init_ema
+from k3train.optim.guard import init_guard
 from k3train.optim.optimizer import Optimizer
 from k3train.parallel.axes import param_shardings
 
 State = dict
-"""``step`` int32; ``params``, ``buffers``, ``opt`` nested dicts; ``ema`` like params where weights are averaged."""
+"""``step`` int32; ``params``, ``buffers``, ``opt``, ``guard`` nested dicts; ``ema`` like params where weights are
+averaged."""
 
 
 class StateFactory:
@@ -32,6 +37,7 @@ class StateFactory:
             "params": params,
             "buffers": buffers,
             "opt": self._optimizer.init(params),
+            "guard": init_guard(self._optimizer.groups),
         }
         return state | ({"ema": init_ema(params)} if self._ema else {})
 
@@ -55,7 +61,11 @@ class StateFactory:
 
         return jax.tree_util.tree_map_with_path(like_params, shapes)
 
+    @cached_property
+    def _compiled(self) -> Callable[[jax.Array], State]:
+        return jax.jit(self._make, out_shardings=self.shardings)
+
     def fresh(self, seed: int) -> State:
         """A new state; each device computes only its own shards."""
         with jax.set_mesh(self.mesh):
-            return jax.jit(self._make, out_shardings=self.shardings)(jax.random.key(seed))
+            return self._compiled(jax.random.key(seed))

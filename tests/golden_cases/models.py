@@ -1,6 +1,7 @@
 """Whole-model cases: a published checkpoint, its logits, hidden states, loss and every gradient."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +37,24 @@ def compute(case, dtype) -> dict[str, np.ndarray]:
     decoder = Decoder(cfg, kernels)
     tensors = {name: a.astype(dtype) for name, a in load_file(case.folder / "model.safetensors").items()}
     params, buffers = jax.tree.map(jnp.asarray, import_tensors(cfg, tensors, *decoder.abstract(), prefix))
-    batch = _batch(case.arrays["input_ids"], np.ones_like(case.arrays["input_ids"]))
+    ids, documents = case.arrays["packed_input_ids"], case.arrays["packed_doc_ids"]
+    whole = _batch(case.arrays["input_ids"], np.ones_like(case.arrays["input_ids"]))
+    shape = tuple(np.maximum(whole.tokens.shape, ids.shape))  # both batches padded to one shape: compiled once
+    batch, packed = _pad(whole, shape), _pad(_batch(ids, documents), shape)
     out = {}
 
     @jax.jit
     def run(params, batch):
-        hidden = decoder(params, buffers, batch.tokens, batch.segment_ids)
-        return decoder.logits(params, hidden.main), hidden.main
+        def loss(params):
+            hidden = decoder(params, buffers, batch.tokens, batch.segment_ids).main
+            total, _ = batch_loss(decoder, params, buffers, batch, count_tokens(batch), kernels, 0.0)
+            return total, (decoder.logits(params, hidden), hidden)
 
-    @jax.jit
-    def loss(params, batch):
-        return batch_loss(decoder, params, buffers, batch, count_tokens(batch), kernels, 0.0)[0]
+        return jax.value_and_grad(loss, has_aux=True)(params)
 
-    out["out_logits"], out["out_final_hidden"] = run(params, batch)
-    out["out_loss"], grads = jax.value_and_grad(loss)(params, batch)
+    rows, length = case.arrays["input_ids"].shape
+    (out["out_loss"], (logits, hidden)), grads = run(params, batch)
+    out["out_logits"], out["out_final_hidden"] = logits[:rows, :length], hidden[:rows, :length]
     zeros = jax.tree.map(jnp.zeros_like, buffers)
     named = {
         name: grad
@@ -60,13 +65,18 @@ def compute(case, dtype) -> dict[str, np.ndarray]:
     names = json.loads(str(case.arrays["gradnorm_names_json"]))
     assert set(names) == set(named), "the checkpoint's trainable tensors are not ours"
     out["gradnorm_values"] = np.asarray([np.linalg.norm(named[name].astype(np.float64)) for name in names])
-    out["out_hidden_after_layer"] = _layer_by_layer(decoder, params, buffers, batch)
-    packed = _batch(case.arrays["packed_input_ids"], case.arrays["packed_doc_ids"])
-    out["out_packed_logits"], out["out_packed_loss"] = run(params, packed)[0], loss(params, packed)
+    out["out_hidden_after_layer"] = jax.jit(partial(_layer_by_layer, decoder))(params, buffers, whole)
+    (out["out_packed_loss"], (logits, _)), _ = run(params, packed)
+    out["out_packed_logits"] = logits[: ids.shape[0], : ids.shape[1]]
     return out
 
 
-def _layer_by_layer(decoder: Decoder, params, buffers, batch) -> np.ndarray:
+def _pad(batch: Batch, shape: tuple[int, int]) -> Batch:
+    """More columns and rows of padding."""
+    return Batch(*(jnp.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)]) for a in batch))
+
+
+def _layer_by_layer(decoder: Decoder, params, buffers, batch) -> jax.Array:
     """The running sum after each layer [L, B, T, D], without the scan."""
     stack = decoder.stacks["layers"]
     prefix = params["embedding"]["table"][batch.tokens]
@@ -78,4 +88,4 @@ def _layer_by_layer(decoder: Decoder, params, buffers, batch) -> np.ndarray:
         bank = None if bank is None else write_row(bank, where.filled, prefix, where.starts[0])
         prefix = end
         sums.append(end)
-    return np.stack(sums)
+    return jnp.stack(sums)
