@@ -1,9 +1,10 @@
 """The run folder: whose it is, who uses it now, and the record of every attempt. Imports no JAX.
 
 run.lock         held by the trainer; names it
-experiment.json  run id, identity (run/identity.py) and its fingerprint
+experiment.json  run id, the config it began with, its fingerprint, and the run it branched off from
 config.yaml      the resolved config of the latest attempt
 attempts.jsonl   a line at each start and each end
+events.jsonl     branches and changes of the config, by step
 exit.json        how the latest attempt ended, or that it runs
 metrics.jsonl    metrics/writers/jsonl.py
 checkpoints/     checkpoint/layout.py
@@ -14,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,15 +23,21 @@ from typing import Any
 import yaml
 
 from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
+from k3train.config.drift import Change, compare, derived, guarded
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.fingerprint import fingerprint
+from k3train.config.section import Drift
 from k3train.config.storage import storage, write_whole
 from k3train.config.yaml_reader import scalar
-from k3train.run.identity import changed, flatten, identity, refuse_changed
+from k3train.experiment import Experiment
+from k3train.run.identity import Parent, refuse
 from k3train.run.lock import RunLock
 
 LOCK, EXPERIMENT, CONFIG, ATTEMPTS, EXIT = "run.lock", "experiment.json", "config.yaml", "attempts.jsonl", "exit.json"
+EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+# Facts of an attempt's surroundings that its numbers may depend on.
+_DERIVED = ("versions", "git_commit", "xla_flags", "devices", "processes")
 _PROBE_BYTES = 1 << 20
 
 
@@ -41,21 +48,21 @@ class RunDirectory:
       path: ``run.dir``; made where absent.
       config: the resolved config (``Experiment.model_dump(mode="json")``).
       main: whether this is process 0, the only one that locks and writes.
+      parent: the run whose state a new folder begins with.
 
     Raises:
-      UserError: exit 33, nothing touched: the folder holds another experiment or foreign files, another trainer uses
-        it, or it cannot be written to.
+      UserError: exit 33, nothing touched: the folder holds another experiment (``DriftRefused``) or foreign files,
+        another trainer uses it, or it cannot be written to.
     """
 
-    def __init__(self, path: Path | str, config: Mapping[str, Any], *, main: bool = True):
+    def __init__(self, path: Path | str, config: Mapping[str, Any], *, main: bool = True, parent: Parent | None = None):
         self.path = Path(path).expanduser().absolute()
         self.attempt = 0
         """Number of the present attempt, from 1; 0 before ``begin_attempt``."""
-        self.config_changes: dict[str, list] = {}
-        """Keys outside the identity whose values differ from the latest attempt's: ``{key: [old, new]}``."""
+        self.changes: list[Change] = []
+        """Keys that differ from the latest attempt's, or from the parent's where this folder is new."""
         self._lock: RunLock | None = None
-        self._config = config
-        self._identity = identity(config)
+        self._config, self._parent = config, parent
         if not main:
             return
         _refuse_foreign(self.path)
@@ -69,19 +76,23 @@ class RunDirectory:
             raise
 
     def _settle(self) -> None:
-        """Under the lock: compare or write the identity, then the config."""
+        """Under the lock: compare or write what the folder stands for, then the config."""
         stored = read_experiment(self.path)
-        if stored is None:
+        self.run_id = stored["run_id"] if stored else secrets.token_hex(6)
+        if stored is not None and _trained(self.path):
+            first = compare(Experiment, stored["config"], self._config)
+            refuse(self.path, first)
             probe(self.path)
-            self.run_id = secrets.token_hex(6)
-            self._write_experiment()
+            fixed = [change for change in first if change.drift != Drift.FREE]
+            latest = compare(Experiment, self._stored_config(), self._config)
+            self.changes = [*fixed, *(change for change in latest if change.drift == Drift.FREE)]
         else:
-            self.run_id = stored["run_id"]
-            # What the trainer claims later (the store's hash) is not known yet.
-            known = {key: value for key, value in stored["identity"].items() if key not in stored["claimed"]}
-            refuse_changed(self.path, known, self._identity)
+            # Nothing was learned here yet, so nothing is lost when the experiment is another one now.
             probe(self.path)
-            self.config_changes = changed(flatten(self._stored_config()), flatten(self._config))
+            if self._parent is not None:
+                self.changes = self._parent.changes
+            claimed = self._parent.claimed if self._parent else {}
+            self._write_experiment({"created": time.time(), "parent": _record(self._parent)}, claimed)
         write_whole(self.path / CONFIG, dump_config(self._config))
 
     def _stored_config(self) -> dict[str, Any]:
@@ -91,14 +102,16 @@ class RunDirectory:
             stored = None
         return stored if isinstance(stored, dict) else json.loads(json.dumps(self._config))
 
-    def _write_experiment(self, claimed: Mapping[str, Any] | None = None, created: float | None = None) -> None:
-        whole = {**self._identity, **(claimed or {})}
+    def _write_experiment(self, stored: Mapping[str, Any], claimed: Mapping[str, Any]) -> None:
+        """Write experiment.json anew with what the trainer claimed."""
+        config = stored.get("config", self._config)
         content = {
             "run_id": self.run_id,
-            "created": created or time.time(),
-            "fingerprint": fingerprint(whole),
-            "claimed": sorted(claimed or {}),
-            "identity": whole,
+            "created": stored["created"],
+            "fingerprint": fingerprint({**guarded(Experiment, config), **claimed}),
+            "claimed": dict(claimed),
+            "parent": stored["parent"],
+            "config": config,
         }
         write_whole(self.path / EXPERIMENT, json.dumps(content, indent=1) + "\n")
 
@@ -106,18 +119,18 @@ class RunDirectory:
         """Add a fact that only the trainer learns to the identity, such as ``claim(STORE_KEY, content_hash)``.
 
         Raises:
-          UserError: the folder was claimed with another value (exit 33).
+          DriftRefused: the folder was claimed with another value (exit 33).
         """
         if self._lock is None:
             return
         stored = read_experiment(self.path)
         if stored is None:
             raise UserError(f"{self.path / EXPERIMENT} has vanished", ExitCode.RUN_FOLDER)
-        old = {name: stored["identity"][name] for name in stored["claimed"]}
-        if key in old:
-            refuse_changed(self.path, {key: old[key]}, {key: value})
-        else:
-            self._write_experiment({**old, key: value}, stored["created"])
+        old = stored["claimed"]
+        if key not in old:
+            self._write_experiment(stored, {**old, key: value})
+        elif old[key] != value:
+            refuse(self.path, [Change(key, old[key], value, Drift.FROZEN)])
 
     # Attempts
 
@@ -133,6 +146,12 @@ class RunDirectory:
         earlier = read_attempts(self.path)
         starts = [line for line in earlier if line["event"] == "start"]
         self.attempt = len(starts) + 1
+        before = starts[-1] if starts else {}
+        names = [name for name in _DERIVED if name in before and name in facts]
+        self.changes = [
+            *self.changes,
+            *derived({name: before[name] for name in names}, {name: facts[name] for name in names}),
+        ]
         line = {
             "event": "start",
             "attempt": self.attempt,
@@ -141,10 +160,14 @@ class RunDirectory:
             "host": socket.gethostname(),
             "resumed_step": resumed_step,
             "previous_ended": earlier[-1]["event"] == "end" if earlier else None,
-            "config_changes": self.config_changes,
+            "changes": _plain_changes(self.changes),
             **facts,
         }
-        self._append(line)
+        self._append(ATTEMPTS, line)
+        if self._parent is not None:
+            self.event("branch", self._parent.step, parent=_record(self._parent))
+        elif self.changes:
+            self.event("config", resumed_step or 0, changes=_plain_changes(self.changes))
         running = {"attempt": self.attempt, "state": "running", "pid": os.getpid(), "host": socket.gethostname()}
         write_whole(self.path / EXIT, json.dumps(running) + "\n")
         return self.attempt
@@ -158,10 +181,16 @@ class RunDirectory:
         end["step"] = step
         # exit.json first: it is what requeue logic reads.
         write_whole(self.path / EXIT, json.dumps({"state": "ended", **end}) + "\n")
-        self._append({"event": "end", **end})
+        self._append(ATTEMPTS, {"event": "end", **end})
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        path = self.path / ATTEMPTS
+    def event(self, name: str, step: int, **content: Any) -> None:
+        """Write down in events.jsonl what happened to the run after ``step``."""
+        if self._lock is not None:
+            line = {"event": name, "step": step, "attempt": self.attempt, "time": time.time(), **content}
+            self._append(EVENTS, line)
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        path = self.path / name
         with storage(path, "write"), path.open("ab+") as file:
             # A line torn by a crash is closed off, so that it spoils no other.
             if file.tell():
@@ -202,16 +231,38 @@ def dump_config(config: Mapping[str, Any]) -> str:
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
 
 
-def read_experiment(path: Path) -> dict[str, Any] | None:
+def has_checkpoints(path: Path | str) -> bool:
+    """Whether anything lies in the run folder's checkpoints, damaged or not."""
+    folder = Path(path).expanduser() / CHECKPOINTS
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _trained(path: Path) -> bool:
+    """Whether the folder holds anything that a training made."""
+    metrics = path / METRICS
+    return has_checkpoints(path) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def _plain_changes(changes: Sequence[Change]) -> dict[str, list]:
+    """``{key: [was, now, class]}``."""
+    return {change.key: [change.was, change.now, change.drift] for change in changes}
+
+
+def _record(parent: Parent | None) -> dict[str, Any] | None:
+    """A parent as experiment.json and events.jsonl keep it."""
+    return parent and {**parent._asdict(), "changes": _plain_changes(parent.changes)}
+
+
+def read_experiment(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The folder's experiment.json; None where there is none.
 
     Raises:
       UserError: it cannot be read (exit 33).
     """
-    file = Path(path) / EXPERIMENT
+    file = Path(path).expanduser() / EXPERIMENT
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if not content.keys() >= {"run_id", "identity", "claimed", "created"}:
+        if not content.keys() >= {"run_id", "config", "claimed", "created", "parent"}:
             raise ValueError("it is not the record of an experiment")
         return content
     except FileNotFoundError:

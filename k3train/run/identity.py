@@ -1,75 +1,97 @@
-"""What makes two runs the same experiment, and the message when they are not. Imports no JAX.
+"""What a run folder stands for, and the message when an experiment asks for something else. Imports no JAX.
 
-Identity is what the arrays and the order of the data depend on. Batch size, learning rates, mesh, kernels and
-reporting are not part of it: a run may go on with others. The tokenizer counts by its kind here and by its fingerprint
-through the store's content hash, which the trainer claims once the store is open; its path may differ by machine.
+Frozen and branch keys (``config/drift.py``) are the run's identity, and so are the content of its token store and its
+tokenizer, which the trainer claims once they are open.
 """
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from rich.table import Table
+
+from k3train.config.drift import ABSENT, Change
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.section import Drift
 
 STORE_KEY = "data.content"
-"""The store's content hash among the identity's keys."""
-
-_PREFIXES = ("model.",)
-_KEYS = (
-    "data.tokenizer.kind",
-    "data.sequence_length",
-    "data.holdout",
-    "data.shuffle_seed",
-    "data.add_bos",
-    "data.add_eos",
-    "optim.matrices",
-    "run.seed",
-)
-_WIDTH = 60  # characters of a value in the message
+"""The store's content hash among what the trainer claims."""
+TOKENIZER_KEY = "data.tokenizer.fingerprint"
+"""The tokenizer's fingerprint among it."""
+_WIDTH = 60  # characters of a value in a message
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"model.kda.heads": 4, ...}`` of nested mappings; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return flat
+class Parent(NamedTuple):
+    """The run whose state another one began with.
+
+    Attributes:
+      folder: its run folder.
+      run_id: its id; None where no record lies beside its checkpoints.
+      step: the step whose state was taken over.
+      changes: the keys that the new run has otherwise.
+      claimed: what the trainer claimed for it (the store's content hash), which stays so.
+    """
+
+    folder: str
+    run_id: str | None
+    step: int
+    changes: list[Change]
+    claimed: dict[str, Any]
 
 
-def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity's dotted keys and values out of a resolved config (``Experiment.model_dump()``)."""
-    return {key: value for key, value in flatten(config).items() if key in _KEYS or key.startswith(_PREFIXES)}
+class DriftRefused(UserError):
+    """An experiment that differs where a run must not change (exit 33).
+
+    Attributes:
+      branchable: whether a branch would be allowed to differ so.
+    """
+
+    def __init__(self, message: str, branchable: bool):
+        super().__init__(message, ExitCode.RUN_FOLDER)
+        self.branchable = branchable
 
 
-def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list]:
-    """``{key: [old value, new value]}`` where two flat mappings differ; an absent key reads ``(absent)``."""
-    keys = [*old, *(key for key in new if key not in old)]
-    pairs = {key: [old.get(key, "(absent)"), new.get(key, "(absent)")] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+def refuse(folder: object, changes: Sequence[Change], branching: bool = False) -> None:
+    """Refuse an experiment that changes what it may not; nothing has been touched yet.
 
-
-def refuse_changed(folder: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Compare a folder's identity with the present one.
+    Args:
+      folder: the run that ``changes`` differ from.
+      changes: all of them; free ones are let through.
+      branching: whether the experiment has a folder of its own, where branch keys may differ.
 
     Raises:
-      UserError: they differ (exit 33); lists the keys with both values.
+      DriftRefused: frozen keys differ, or branch keys without a branch; lists each with both values.
     """
-    differing = changed(old, new)
-    if differing:
-        lines = [f"  {key}: was {_short(was)}, now {_short(now)}" for key, (was, now) in differing.items()]
-        raise UserError(
-            f"{folder} holds another experiment; nothing was touched. These keys differ:\n"
-            + "\n".join(lines)
-            + "\nChoose another run.dir, or set these keys back to go on with the run that is there.",
-            ExitCode.RUN_FOLDER,
-        )
+    frozen = [change for change in changes if change.drift == Drift.FROZEN]
+    branch = [] if branching else [change for change in changes if change.drift == Drift.BRANCH]
+    if not (frozen or branch):
+        return
+    lines = [f"{folder} holds another experiment; nothing was touched."]
+    if frozen:
+        lines += ["These keys are frozen and differ:", *map(_line, frozen)]
+    if branch:
+        lines += ["These keys may differ on a branch only:", *map(_line, branch)]
+    if frozen:
+        lines.append("Choose another run.dir, or set these keys back to go on with the run that is there.")
+    else:
+        lines.append("Set these keys back to go on with the run that is there, or branch off from it.")
+    raise DriftRefused("\n".join(lines), branchable=not frozen)
 
 
-def _short(value: Any) -> str:
-    text = value if value == "(absent)" else json.dumps(value)
+def render(changes: Sequence[Change], title: str) -> Table:
+    """The changes as a table: key, before, now, class."""
+    table = Table("key", "was", "now", "class", title=title)
+    for change in changes:
+        table.add_row(change.key, short(change.was), short(change.now), change.drift)
+    return table
+
+
+def short(value: Any) -> str:
+    """A value as JSON on one short line."""
+    text = value if value == ABSENT else json.dumps(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def _line(change: Change) -> str:
+    return f"  {change.key}: was {short(change.was)}, now {short(change.now)}"

@@ -10,12 +10,14 @@ import sys
 
 import pytest
 
+from k3train.config.drift import Change
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.section import Drift
 from k3train.config.yaml_reader import scalar
 from k3train.run import directory as module
 from k3train.run.directory import RunDirectory, dump_config, read_attempts, read_experiment
-from k3train.run.identity import STORE_KEY, changed, identity
+from k3train.run.identity import STORE_KEY, DriftRefused, Parent
 
 CONFIG = {
     "run": {"dir": "runs/a", "seed": 0, "resume": "auto"},
@@ -39,6 +41,11 @@ def with_value(key, value):
     return config
 
 
+def train_a_little(path):
+    """What a folder holds from which there is something to lose."""
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
 def refused(path, config=CONFIG, match=None):
     before = {entry: entry.stat().st_mtime_ns for entry in path.rglob("*")} if path.is_dir() else None
     with pytest.raises(UserError, match=match) as caught:
@@ -51,47 +58,76 @@ def test_a_new_folder(tmp_path):
     with RunDirectory(tmp_path / "a" / "b", CONFIG) as run:
         assert sorted(p.name for p in run.path.iterdir()) == ["config.yaml", "experiment.json", "run.lock"]
         first = run.run_id
-        assert read_experiment(run.path)["identity"]["model.layers.kda"] == [1, 2, 3]
+        assert read_experiment(run.path)["config"]["model"]["layers"]["kda"] == [1, 2, 3]
     with RunDirectory(tmp_path / "a" / "b", CONFIG) as run:
-        assert run.run_id == first and run.config_changes == {}
-
-
-def test_identity_holds_what_arrays_and_data_order_depend_on():
-    keys = identity(CONFIG)
-    assert {
-        "model.vocab_size",
-        "model.mtp",
-        "data.tokenizer.kind",
-        "data.holdout",
-        "optim.matrices",
-        "run.seed",
-    } <= set(keys)
-    assert not {"train.global_batch", "optim.muon.lr", "data.store", "run.dir", "data.tokenizer.path"} & set(keys)
+        assert run.run_id == first and run.changes == []
 
 
 @pytest.mark.parametrize(
-    "key, value, line",
+    "key, value, line, branchable",
     [
-        ("model.layers.count", 5, "model.layers.count: was 4, now 5"),
-        ("data.sequence_length", 256, "data.sequence_length: was 128, now 256"),
-        ("model.mtp", {"layers": 1}, "model.mtp.layers: was (absent), now 1"),
-        ("run.seed", 3, "run.seed: was 0, now 3"),
+        ("model.layers.count", 5, "model.layers.count: was 4, now 5", False),
+        ("model.mtp", {"mixer": "kda"}, 'model.mtp: was null, now {"mixer": "kda"}', False),
+        ("run.seed", 3, "run.seed: was 0, now 3", False),
+        ("data.sequence_length", 256, "data.sequence_length: was 128, now 256", True),
+        ("optim.muon.lr", 0.01, "optim.muon.lr: was 0.002, now 0.01", True),
     ],
 )
-def test_another_experiment_is_refused_by_key(tmp_path, key, value, line):
+def test_another_experiment_is_refused_by_key(tmp_path, key, value, line, branchable):
     RunDirectory(tmp_path / "run", CONFIG).close()
+    train_a_little(tmp_path / "run")
     _, message = refused(tmp_path / "run", with_value(key, value))
-    assert line in message and "Choose another run.dir" in message
+    assert line in message and ("on a branch only" in message) == branchable
+    with pytest.raises(DriftRefused) as caught:
+        RunDirectory(tmp_path / "run", with_value(key, value))
+    assert caught.value.branchable == branchable
     assert (tmp_path / "run" / "config.yaml").read_text() == dump_config(CONFIG)
     RunDirectory(tmp_path / "run", CONFIG).close()  # the refusal let go of the lock
 
 
-def test_other_changes_are_allowed_and_reported(tmp_path):
-    RunDirectory(tmp_path / "run", CONFIG).close()
-    with RunDirectory(tmp_path / "run", with_value("train.global_batch", 16)) as run:
-        assert run.config_changes == {"train.global_batch": [8, 16]}
-        run.begin_attempt({})
-    assert read_attempts(tmp_path / "run")[0]["config_changes"] == {"train.global_batch": [8, 16]}
+def test_a_folder_that_learned_nothing_takes_another_experiment(tmp_path):
+    """An attempt that died of its config (too big, a path that is not there) is not in the way of the mended one."""
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        first = run.run_id
+    with RunDirectory(tmp_path / "run", with_value("model.layers.count", 5)) as run:
+        assert run.run_id == first
+        assert read_experiment(run.path)["config"]["model"]["layers"]["count"] == 5
+    (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
+    refused(tmp_path / "run", match=r"model\.layers\.count: was 5, now 4")
+
+
+def test_free_changes_are_allowed_and_written_down(tmp_path):
+    path = tmp_path / "run"
+    RunDirectory(path, CONFIG).close()
+    train_a_little(path)
+    for before, now in ((1, 2), (2, 4)):  # against the latest attempt, not the first
+        with RunDirectory(path, with_value("train.accumulation", now)) as run:
+            assert run.changes == [("train.accumulation", before, now, "free")]
+            run.begin_attempt({"versions": {"jax": str(now)}, "host": "any"}, 1)
+    line = read_attempts(path)[-1]
+    want = {"train.accumulation": [2, 4, "free"], "versions.jax": ["2", "4", "derived"]}
+    assert line["changes"] == want
+    event = json.loads((path / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"], event["changes"]) == ("config", 1, want)
+
+
+def test_a_branch_knows_its_parent(tmp_path):
+    change = Change("optim.muon.lr", 0.002, 0.01, Drift.BRANCH)
+    parent = Parent("runs/a", "0123", 7, [change], {STORE_KEY: "abc"})
+    with RunDirectory(tmp_path / "run", with_value("optim.muon.lr", 0.01), parent=parent) as run:
+        assert run.changes == [change]
+        with pytest.raises(DriftRefused, match=r'data.content: was "abc", now "xyz"'):
+            run.claim(STORE_KEY, "xyz")  # the same text as its parent's
+        run.claim(STORE_KEY, "abc")
+        run.begin_attempt({}, 7)
+    record = read_experiment(tmp_path / "run")["parent"]
+    assert record["folder"] == "runs/a" and record["run_id"] == "0123" and record["step"] == 7
+    assert record["changes"] == {"optim.muon.lr": [0.002, 0.01, "branch"]}
+    event = json.loads((tmp_path / "run" / "events.jsonl").read_text())
+    assert (event["event"], event["step"], event["parent"]) == ("branch", 7, record)
+    train_a_little(tmp_path / "run")
+    with RunDirectory(tmp_path / "run", with_value("optim.muon.lr", 0.01)) as run:
+        assert run.changes == [] and read_experiment(run.path)["parent"] == record
 
 
 def test_the_store_is_claimed(tmp_path):
@@ -100,6 +136,7 @@ def test_the_store_is_claimed(tmp_path):
         run.claim(STORE_KEY, "abc")
         run.claim(STORE_KEY, "abc")
         assert read_experiment(run.path)["fingerprint"] != fingerprint
+    train_a_little(tmp_path / "run")
     with RunDirectory(tmp_path / "run", CONFIG) as run:
         with pytest.raises(UserError, match=r'data.content: was "abc", now "xyz"'):
             run.claim(STORE_KEY, "xyz")
@@ -213,7 +250,3 @@ def test_config_text_survives_our_reader():
     values = dict(line.split(": ", 1) for line in text.splitlines())
     assert scalar(values["b"]) == 1e-5 and scalar(values["g"]) == "plain" and scalar(values["f"]) is None
     assert all(values[key].startswith("'") for key in ("a", "e")) and values["d"] == "[1, 2]"
-
-
-def test_changed():
-    assert changed({"a": 1, "b": 2}, {"a": 1, "c": 3}) == {"b": [2, "(absent)"], "c": ["(absent)", 3]}
