@@ -1,0 +1,107 @@
+"""Small texts between the processes of a run, through JAX's coordination service.
+
+Unlike collectives these run beside a training step, from any thread, on no device. Each exchange has a name that is
+used once; all processes must exchange under the same names.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+
+class Store(Protocol):
+    """What is used of the coordination service."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Publish a value."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait for a value."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Take a value back."""
+        ...
+
+
+class PeerFailed(RuntimeError):
+    """Another process reported an error, or did not answer in time."""
+
+
+class Peers:
+    """The processes that work together; alone where there is no coordination service.
+
+    Args:
+      store: the coordination service's key-value store; None for a process by itself.
+      index: this process's number, from 0.
+      count: how many there are.
+      timeout_s: longest wait for another process.
+    """
+
+    def __init__(self, store: Store | None = None, index: int = 0, count: int = 1, timeout_s: float = 600.0):
+        self.index, self.count, self.timeout_s = index, count, timeout_s
+        self._store = store
+        self._serials: defaultdict[str, itertools.count] = defaultdict(itertools.count)
+
+    @classmethod
+    def of_this_run(cls) -> "Peers":
+        """The processes that ``jax.distributed`` joined."""
+        if jax.process_count() == 1:
+            return cls()
+        from jax._src.distributed import global_state  # the service has no public door
+
+        return cls(global_state.client, jax.process_index(), jax.process_count())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0, the one that writes."""
+        return self.index == 0
+
+    def name(self, purpose: str) -> str:
+        """A name not used before; the same on every process, if all ask in the same order (so: in the main thread)."""
+        return f"k3train/{purpose}/{next(self._serials[purpose])}"
+
+    def together(self, name: str, act: Callable[[], Any]) -> list[Any]:
+        """Run ``act`` on every process; what it returned (JSON) on each, by process number.
+
+        Raises:
+          PeerFailed: it failed on another process, or one did not answer within ``timeout_s``.
+          Exception: what ``act`` raised here, after the others were told.
+        """
+        if self._store is None:
+            return [act()]
+        error, value = None, None
+        try:
+            value = act()
+        except BaseException as caught:
+            error = caught
+        said = {"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"}
+        self._store.key_value_set(f"{name}/{self.index}", json.dumps(said))
+        if error is not None:
+            raise error
+        return [self._answer(self._store, name, process) for process in range(self.count)]
+
+    def lead(self, name: str, act: Callable[[], Any]) -> Any:
+        """Run ``act`` on process 0 only; what it returned, on every process. Raises like ``together``."""
+        return self.together(name, lambda: act() if self.leads else None)[0]
+
+    def forget(self, *names: str) -> None:
+        """Take this process's answers back, once no process can still be reading them."""
+        if self._store is not None:
+            for name in names:
+                self._store.key_value_delete(f"{name}/{self.index}")
+
+    def _answer(self, store: Store, name: str, process: int) -> Any:
+        try:
+            text = store.blocking_key_value_get(f"{name}/{process}", int(1000 * self.timeout_s))
+        except Exception as error:  # jaxlib's errors have no common public type
+            raise PeerFailed(f"process {process} did not answer within {self.timeout_s:.0f} s ({name})") from error
+        said = json.loads(text)
+        if said["error"] is not None:
+            raise PeerFailed(f"process {process} failed: {said['error']}")
+        return said["value"]
