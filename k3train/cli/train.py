@@ -1,6 +1,13 @@
 """``k3train train``: train, or go on with, the run of an experiment file."""
 
 import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from k3train.config.errors import UserError
+
+if TYPE_CHECKING:
+    from k3train.experiment import Experiment
 
 HELP = "train the model of an experiment file; goes on where its run folder left off"
 
@@ -10,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="experiment file (YAML)")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's"
+    )
+
+    parser.add_argument(
+        "--branch",
+        metavar="NAME",
+        help="go on from this run with changed keys, in a folder of its own, <run.dir>-NAME",
     )
 
 
@@ -28,6 +41,27 @@ def run(args: argparse.Namespace) -> int:
 
     distributed.initialize()
 
+    if args.branch is not None:
+        exp = _branch(exp, args.branch)
+
+    from k3train.run.identity import DriftRefused
     from k3train.train.loop import train
 
-    return int(train(exp))
+    try:
+        return int(train(exp))
+    except DriftRefused as refusal:
+        if not refusal.branchable:
+            raise
+        words = ["k3train", "train", args.config, *args.overrides]
+        words += [f"run.dir={exp.run.dir}"] if args.branch is not None else []
+        command = f"{shlex.join(words)} --branch NAME"
+        raise UserError(f"{refusal}\nTo branch off:\n  {command}", refusal.exit_code) from None
+
+
+def _branch(exp: "Experiment", name: str) -> "Experiment":
+    """``exp`` as the branch ``name``; process 0 looks what is there, and all believe it."""
+    from k3train.parallel import distributed
+    from k3train.run.branch import branched
+
+    run = branched(exp, name).run if distributed.process_index() == 0 else exp.run
+    return exp.model_copy(update={"run": type(run)(**distributed.broadcast(run.model_dump()))})

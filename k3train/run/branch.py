@@ -3,11 +3,13 @@
 import os
 import re
 
+from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
 from k3train.checkpoint.resolve import locate
 from k3train.config.drift import compare
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.experiment import Experiment
+from k3train.run.config import RunConfig
 from k3train.run.directory import has_checkpoints, read_experiment
 from k3train.run.identity import Parent, refuse
 
@@ -43,6 +45,16 @@ def branched(exp: Experiment, name: str) -> Experiment:
     return exp.model_copy(update={"run": exp.run.model_copy(update={"dir": folder, "resume": resume})})
 
 
+def way_to_go_on(run: RunConfig) -> str:
+    """``run.resume``, but ``auto`` where it names another run and this one has checkpoints of its own by now.
+
+    A run that is started again by the same command thus goes on from where it is, not from its parent once more.
+    """
+    place, at, _ = run.resume.rpartition("@")
+    other = bool(at) and _run_folder(place) != _run_folder(run.dir)
+    return "auto" if other and has_checkpoints(run.dir) else run.resume
+
+
 def parent_of(exp: Experiment) -> Parent | None:
     """The other run whose state ``run.resume`` names, compared with ``exp``; None where it names none.
 
@@ -51,7 +63,8 @@ def parent_of(exp: Experiment) -> Parent | None:
     Raises:
       UserError: exit 31 where that checkpoint is not there, exit 33 where frozen keys differ.
     """
-    if "@" not in exp.run.resume or has_checkpoints(exp.run.dir):
+    place, at, _ = way_to_go_on(exp.run).rpartition("@")
+    if not at or _run_folder(place) == _run_folder(exp.run.dir):
         return None
     found = locate(exp.run.resume, "run.resume")
     folder = found.directory.parent
@@ -62,3 +75,9 @@ def parent_of(exp: Experiment) -> Parent | None:
     refuse(folder, changes, branching=True)
     changes = [change for change in changes if change.key not in _OWN]
     return Parent(os.fspath(folder), stored["run_id"], found.step, changes, stored["claimed"])
+
+
+def _run_folder(place: str) -> str:
+    """One way to write a run's folder, whether its checkpoints or itself is named."""
+    folder = place.rstrip("/").removesuffix(f"/{CHECKPOINTS}")
+    return folder if "://" in folder else os.path.realpath(folder)

@@ -9,6 +9,7 @@ from k3train.checkpoint.manager import CheckpointManager, restore_subtree
 from k3train.checkpoint.resolve import locate, resolve_resume
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.run.branch import way_to_go_on
 from k3train.train.assembly import Assembly
 from k3train.train.state import State
 
@@ -31,14 +32,15 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
       UserError: exit 31 where the named checkpoint is missing, damaged or does not fit.
     """
     run = parts.exp.run
-    found = resolve_resume(run.resume, manager.directory.parent)
+    resume = way_to_go_on(run)
+    found = resolve_resume(resume, manager.directory.parent)
     if found is None:
         state = parts.factory.fresh(run.seed)
         return Begun(_with_weights_of(parts, state, say) if run.init_from else state, 0, 0, 0)
     own = found.directory == manager.directory
     source = manager if own else CheckpointManager(found.directory, parts.exp.checkpoint, note=say)
     step = found.step
-    if run.resume in ("auto", "must"):
+    if resume in ("auto", "must"):
         good = manager.newest_good()
         if good is None:
             raise UserError(
@@ -52,7 +54,15 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     if own:
         manager.retire(step)
     say(f"resumed from {found.directory.parent} at step {step}")
-    return Begun(state, step, meta["samples"], meta["tokens"])
+    return Begun(state, step, _samples(parts, meta, say), meta["tokens"])
+
+
+def _samples(parts: Assembly, meta: dict, say: Say) -> int:
+    """The data position of a checkpoint in rows of the present length (a branch may cut them anew)."""
+    was, now = meta["config"]["data"]["sequence_length"], parts.exp.data.sequence_length
+    if was != now:
+        say(f"rows are {now} tokens long, no longer {was}: text of the present epoch may be read twice, or not at all")
+    return meta["samples"] * was // now
 
 
 def _with_weights_of(parts: Assembly, state: State, say: Say) -> State:
