@@ -13,6 +13,7 @@ from k3train.checkpoint.errors import SaveFailed
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
 from k3train.experiment import Experiment
@@ -25,9 +26,11 @@ from k3train.optim.groups import render as render_groups
 from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding, sharding_report
 from k3train.parallel.axes import render as render_shards
+from k3train.run.branch import parent_of
 from k3train.run.directory import RunDirectory
 from k3train.run.environment import facts, versions
 from k3train.run.identity import STORE_KEY
+from k3train.run.identity import render as render_changes
 from k3train.run.signals import StopRequest
 from k3train.train.assembly import Assembly, assemble, open_data
 from k3train.train.begin import begin
@@ -43,7 +46,9 @@ def train(exp: Experiment) -> ExitCode:
       UserError: a fault the user can mend; what was saved stays.
     """
     main = distributed.process_index() == 0
-    with RunDirectory(exp.run.dir, exp.model_dump(mode="json"), main=main) as folder, StopRequest() as stop:
+    parent = parent_of(exp) if main else None
+    config = exp.model_dump(mode="json")
+    with RunDirectory(exp.run.dir, config, main=main, parent=parent) as folder, StopRequest() as stop:
         try:
             code, reason, step = Run(exp, folder, stop, main).go()
         except BaseException as error:
@@ -60,6 +65,8 @@ class Run:
     def __init__(self, exp: Experiment, folder: RunDirectory, stop: StopRequest, main: bool):
         self.folder, self.stop, self.main = folder, stop, main
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
+        if folder.changes:
+            self.console.print(render_changes(folder.changes, "changed keys"))
         self.parts = assemble(exp)
         self.exp = self.parts.exp
         store = open_data(exp, self.console.print)
@@ -93,6 +100,9 @@ class Run:
     def go(self) -> tuple[ExitCode, str, int]:
         """Trains; returns exit code, reason and the last step done."""
         attempt = self.folder.begin_attempt(facts(), self.first or None)
+        around = [change for change in self.folder.changes if change.drift == Drift.DERIVED]
+        if around:
+            self.console.print(render_changes(around, "changed surroundings"))
         introduce(self.parts, self.console)
         writer = JsonlWriter(self.folder.path / "metrics.jsonl", attempt, self.first or -1) if self.main else None
         # A bar only where somebody watches, on process 0.
