@@ -1,5 +1,6 @@
 """The experiment file: nests the rooms' sections and checks what concerns several of them. Imports no JAX."""
 
+import os
 from collections.abc import Iterator
 
 from pydantic import model_validator
@@ -19,6 +20,11 @@ from k3train.train.config import EvalConfig, SampleConfig, TrainConfig
 
 BYTES_VOCABULARY = 259
 """Ids of the byte tokenizer: padding, beginning, end, and 256 bytes."""
+
+
+def absolute(path: str) -> str:
+    """``path`` from the root of the file system; an address such as ``gs://bucket/run`` stays as it is."""
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - Path keeps the ".." of a/../b
 
 
 class Experiment(Section):
@@ -42,6 +48,26 @@ class Experiment(Section):
         if faults:
             raise RuleError(faults)
         return self
+
+    def absolute(self) -> "Experiment":
+        """The same with its files and folders written out from the working directory, so that they are found from
+        any other. ``data.source.files`` stays as it is: a store remembers the patterns it was made from."""
+        run, data = self.run, self.data
+        place, at, step = run.resume.rpartition("@")
+        updates = {
+            "dir": absolute(run.dir),
+            "resume": f"{absolute(place)}@{step}" if at else run.resume,
+            "init_from": run.init_from and absolute(run.init_from),
+        }
+        tokenizer = data.tokenizer
+        if tokenizer.path is not None:
+            tokenizer = tokenizer.model_copy(update={"path": absolute(tokenizer.path)})
+        return self.model_copy(
+            update={
+                "run": run.model_copy(update=updates),
+                "data": data.model_copy(update={"store": absolute(data.store), "tokenizer": tokenizer}),
+            }
+        )
 
 
 def model_rules(e: Experiment) -> Iterator[Fault]:

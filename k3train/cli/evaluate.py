@@ -27,13 +27,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from k3train.train.assembly import open_data
     from k3train.train.evaluate import Evaluator
-    from k3train.train.load import load_run
+    from k3train.train.load import load_run, open_run_data
 
     console = Console(file=sys.stderr, highlight=False)
     loaded = load_run(args.run, args.overrides, ema=args.ema, say=lambda text: console.print(text, markup=False))
-    evaluator = Evaluator(loaded.parts, open_data(loaded.parts.exp, console.print))
+    evaluator = Evaluator(loaded.parts, open_run_data(loaded, lambda text: console.print(text, markup=False)))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("scoring held-out rows")
         score = evaluator(

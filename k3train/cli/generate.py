@@ -1,9 +1,12 @@
 """``k3train generate``: text from a run's checkpoint."""
 
 import argparse
+import math
 import sys
 
 HELP = "let a run's checkpoint continue a prompt"
+MOST_TOKENS = 1 << 20
+"""Tokens to write at most: memory for all of them is taken before the first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from k3train.config.exit_codes import ExitCode
 
     for name, ok, range_ in (
-        ("--tokens", args.tokens > 0, "above 0"),
-        ("--temperature", args.temperature >= 0, "0 or more"),
+        ("--tokens", 0 < args.tokens <= MOST_TOKENS, f"from 1 to {MOST_TOKENS:,}"),
+        ("--seed", 0 <= args.seed < 2**63, "from 0 to 2**63 - 1"),
+        ("--temperature", 0 <= args.temperature < math.inf, "0 or more"),
         ("--top-p", 0 < args.top_p <= 1, "in (0, 1]"),
     ):
         if not ok:
@@ -38,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     from k3train.train.load import load_run
 
     loaded = load_run(args.run, [], ema=args.ema, say=lambda text: print(text, file=sys.stderr))
-    generator = Generator(loaded.parts.decoder, loaded.parts.tokenizer, loaded.parts.compute_dtype)
+    generator = Generator(
+        loaded.parts.decoder, loaded.parts.tokenizer, loaded.parts.compute_dtype, add_bos=loaded.parts.exp.data.add_bos
+    )
     ids = generator.stream(
         loaded.params,
         loaded.buffers,

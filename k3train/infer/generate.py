@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
 from k3train.data.tokenizer import Tokenizer
 from k3train.infer.sampler import sample
 from k3train.models.decoder import Decoder
@@ -17,10 +19,15 @@ PREFILL_MULTIPLE = 64
 
 
 class Generator:
-    """Decoding of one model; compiled functions are kept between calls."""
+    """Decoding of one model; compiled functions are kept between calls.
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, dtype: jnp.dtype):
+    Args:
+      add_bos: begin as the documents of the training did (``data.add_bos``).
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, dtype: jnp.dtype, *, add_bos: bool = True):
         self._decoder, self._tokenizer, self._dtype = decoder, tokenizer, dtype
+        self._start = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
         self._extend = jax.jit(self._extend_and_sample, static_argnames=("temperature", "top_p"), donate_argnums=(4,))
         self._prepare = jax.jit(partial(compute_copy, specs=decoder.specs(), dtype=dtype))
 
@@ -43,6 +50,24 @@ class Generator:
         logits = self._decoder.logits(params, hidden)
         return sample(logits, key, temperature, top_p, self._tokenizer.vocab_size), cache
 
+    def encode(self, prompt: str) -> np.ndarray:
+        """Ids that ``prompt`` is read as, int32 [n], n > 0.
+
+        Raises:
+          UserError: it is no Unicode text, or there is nothing to go on from.
+        """
+        try:
+            ids = np.asarray([*self._start, *self._tokenizer.encode(prompt)], np.int32)
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {prompt!r} is no Unicode text; give it as UTF-8", ExitCode.USAGE) from None
+        if not len(ids):
+            raise UserError(
+                f"the prompt {prompt!r} has no tokens, and documents of this run begin with no BOS: "
+                "there is nothing to go on from",
+                ExitCode.USAGE,
+            )
+        return ids
+
     def stream(
         self,
         params: dict,
@@ -59,11 +84,11 @@ class Generator:
         Args:
           params: float32 master weights, as the training state holds them.
           temperature, top_p: see :func:`k3train.infer.sampler.sample`.
+
+        Raises:
+          UserError: see ``encode``.
         """
-        start = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        ids = np.asarray([*start, *self._tokenizer.encode(prompt)], np.int32)
-        if not len(ids):
-            raise ValueError("the prompt is empty and the tokenizer has no BOS to begin with")
+        ids = self.encode(prompt)
         padded = -(-len(ids) // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
         capacity = -(-(padded + tokens) // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
         params = self._prepare(params)

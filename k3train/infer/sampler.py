@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from k3train.kernels.numerics import wide
 
+COLDEST = 1e-30
+
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, limit: int) -> jax.Array:
     """Draws one token id a row.
@@ -23,7 +25,8 @@ def sample(logits: jax.Array, key: jax.Array, temperature: float, top_p: float, 
     logits = jnp.where(allowed, logits, -jnp.inf)
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / temperature
+    # From the largest down, so that a temperature near 0 does not overflow; below COLDEST it would be 0 in float32.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / max(temperature, COLDEST)
     ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     mass = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
     # The likeliest token is always in; a token is in while the mass before it is below top_p.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ class Assembly:
       kernels: rows (op, implementation, why) of the kernel table.
       steps: optimizer steps of the whole run.
       step_tokens: nominal tokens (rows x length) of one step.
+      total_tokens: nominal tokens of the whole run, where the schedule ends.
       flops: model FLOPs of one token's forward and backward pass.
     """
 
@@ -43,12 +44,17 @@ class Assembly:
     tokenizer: Tokenizer
     steps: int
     step_tokens: int
+    total_tokens: int
     flops: float
 
-    @property
-    def total_tokens(self) -> int:
-        """Nominal tokens of the whole run, where the schedule ends."""
-        return self.steps * self.step_tokens
+    def going_on(self, step: int, tokens: int) -> "Assembly":
+        """For a run that has done ``step`` steps over ``tokens`` nominal tokens: where it ends, and its schedule.
+
+        Only where those steps had another batch does it end elsewhere than a run that begins anew.
+        """
+        budget = self.exp.train.tokens
+        left = self.steps - step if budget is None else math.ceil(max(0, budget - tokens) / self.step_tokens)
+        return replace(self, steps=step + left, total_tokens=tokens + left * self.step_tokens)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -56,15 +62,18 @@ class Assembly:
         return jnp.dtype(self.exp.train.compute_dtype)
 
 
-def assemble(exp: Experiment) -> Assembly:
+def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
     """Builds mesh, model and optimizer; allocates no weights.
+
+    Args:
+      mesh: where it runs; by default what ``exp.mesh`` makes of all devices there are.
 
     Raises:
       UserError: where the mesh does not fit the devices or the batch.
     """
     kernels, table = resolve(exp.kernels, jax.default_backend())
     exp = exp.model_copy(update={"kernels": kernels})
-    mesh = build_mesh(exp.mesh)
+    mesh = build_mesh(exp.mesh) if mesh is None else mesh
     rows = exp.train.global_batch // exp.train.accumulation
     if rows % mesh.size:
         raise UserError(
@@ -75,6 +84,7 @@ def assemble(exp: Experiment) -> Assembly:
     decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins)
     optimizer = Optimizer(exp.optim, decoder.specs())
     step_tokens = exp.train.global_batch * exp.data.sequence_length
+    steps = exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens)
     return Assembly(
         exp=exp,
         kernels=table,
@@ -84,7 +94,8 @@ def assemble(exp: Experiment) -> Assembly:
         factory=StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None),
         tokenizer=load_tokenizer(exp.data.tokenizer),
         step_tokens=step_tokens,
-        steps=exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens),
+        steps=steps,
+        total_tokens=steps * step_tokens,
         flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training,
     )
 

@@ -1,14 +1,22 @@
 """A run's weights, for evaluating and generating: nothing of the optimizer is read."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from k3train.checkpoint.manager import restore_subtree
 from k3train.checkpoint.resolve import locate
+from k3train.config.errors import UserError
 from k3train.config.load import load
+from k3train.data.store import Store
 from k3train.experiment import Experiment
-from k3train.train.assembly import Assembly, assemble
+from k3train.parallel.mesh import build_mesh
+from k3train.run.directory import CONFIG, read_experiment
+from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
+from k3train.train.assembly import Assembly, assemble, open_data
 
 
 class LoadedRun(NamedTuple):
@@ -18,19 +26,85 @@ class LoadedRun(NamedTuple):
     params: dict
     buffers: dict
     step: int
+    folder: Path
+    """The run folder."""
+    trained_on: str | None
+    """Content hash of the store that the run was trained on; None where it is not known, or another was asked for."""
 
 
 def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[str], None]) -> LoadedRun:
-    """Reads RUN or RUN@STEP with the run's own config; the mesh is what this machine has.
+    """Reads RUN or RUN@STEP with the run's own config, onto one device unless ``overrides`` give a mesh.
+
+    Files and folders of the config are looked for where they were, and then in the same place as seen from the run
+    folder, so that a run that was moved together with its data is found.
 
     Raises:
-      UserError: exit 31 where there is no such checkpoint; exit 30 where the run's config cannot be read.
+      UserError: exit 31 where there is no such checkpoint; exit 30 where the run's config cannot be read, or the
+        tokenizer is not the one it was trained with.
     """
     found = locate(run, "RUN")
-    folder: Path = found.directory.parent
-    exp = load(folder / "config.yaml", ["mesh.data=1", "mesh.fsdp=1", *overrides], Experiment).experiment
-    parts = assemble(exp)
+    folder = Path(found.directory.parent)
+    given = {text.partition("=")[0] for text in overrides}
+    own_mesh = any(key.split(".")[0] == "mesh" for key in given)
+    mesh = [] if own_mesh else ["mesh.data=1", "mesh.fsdp=1"]
+    exp = load(folder / CONFIG, [*mesh, *overrides], Experiment).experiment
+    exp = _found(exp, folder, given)
+    parts = assemble(exp, None if own_mesh else build_mesh(exp.mesh, jax.local_devices()[:1]))
+    claims = _claims(folder)
+    if "data.tokenizer.path" not in given and claims.get(TOKENIZER_KEY, parts.tokenizer.fingerprint) != (
+        parts.tokenizer.fingerprint
+    ):
+        raise UserError(
+            f"{exp.data.tokenizer.path or exp.data.tokenizer.kind}: not the tokenizer that {folder} was trained with "
+            "(its fingerprint differs: another file, or a library that encodes differently); bring the old one back"
+        )
     weights = "ema" if ema else "params"
     wanted = {"buffers": parts.factory.abstract["buffers"], weights: parts.factory.abstract["params"]}
     tree, *_ = restore_subtree(found.directory, found.step, wanted, key=None, note=say)
-    return LoadedRun(parts, tree[weights], tree.get("buffers", {}), found.step)
+    trained_on = None if "data.store" in given else claims.get(STORE_KEY)
+    return LoadedRun(parts, tree[weights], tree.get("buffers", {}), found.step, folder, trained_on)
+
+
+def open_run_data(run: LoadedRun, say: Callable[[str], None]) -> Store:
+    """The token store of a loaded run. It is never made here: what it would be made from may have changed.
+
+    Raises:
+      UserError: it is not there, damaged, or holds something else than the run was trained on.
+    """
+    data = run.parts.exp.data
+    if not Path(data.store).exists():
+        raise UserError(
+            f"{data.store}: the run's token store is not there. Name its place (data.store=PATH), or make it anew with "
+            f"k3train data prepare {run.folder / CONFIG}"
+        )
+    exp = run.parts.exp.model_copy(update={"data": data.model_copy(update={"source": None})})
+    store = open_data(exp, say)
+    if run.trained_on not in (None, store.fingerprint):
+        raise UserError(
+            f"{data.store}: not the text that {run.folder} was trained on, so its held-out documents may have been "
+            f"seen in training, and scores do not compare. Name the run's own store, or say data.store={data.store} "
+            "to score on this one nevertheless"
+        )
+    return store
+
+
+def _claims(folder: Path) -> dict[str, Any]:
+    """What the run's trainer found out: hashes of its store and tokenizer."""
+    stored = read_experiment(folder)
+    return stored["claimed"] if stored else {}
+
+
+def _found(exp: Experiment, folder: Path, given: set[str]) -> Experiment:
+    """``exp`` with its store and tokenizer where they are now."""
+    data, was = exp.data, exp.run.dir
+
+    def now(path: str) -> str:
+        moved = os.path.normpath(folder.absolute() / os.path.relpath(path, was))
+        return path if Path(path).exists() or not Path(moved).exists() else moved
+
+    changes: dict[str, Any] = {}
+    if "data.store" not in given:
+        changes["store"] = now(data.store)
+    if data.tokenizer.path is not None and "data.tokenizer.path" not in given:
+        changes["tokenizer"] = data.tokenizer.model_copy(update={"path": now(data.tokenizer.path)})
+    return exp.model_copy(update={"data": data.model_copy(update=changes)})

@@ -29,7 +29,7 @@ from k3train.parallel.axes import render as render_shards
 from k3train.run.branch import parent_of
 from k3train.run.directory import RunDirectory
 from k3train.run.environment import facts, versions
-from k3train.run.identity import STORE_KEY
+from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
 from k3train.run.identity import render as render_changes
 from k3train.run.signals import StopRequest
 from k3train.train.assembly import Assembly, assemble, open_data
@@ -46,6 +46,7 @@ def train(exp: Experiment) -> ExitCode:
       UserError: a fault the user can mend; what was saved stays.
     """
     main = distributed.process_index() == 0
+    exp = exp.absolute()  # what the run folder keeps must hold from any working directory
     parent = parent_of(exp) if main else None
     config = exp.model_dump(mode="json")
     with RunDirectory(exp.run.dir, config, main=main, parent=parent) as folder, StopRequest() as stop:
@@ -71,6 +72,7 @@ class Run:
         self.exp = self.parts.exp
         store = open_data(exp, self.console.print)
         folder.claim(STORE_KEY, store.fingerprint)
+        folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
         self.manager = CheckpointManager(
             folder.checkpoints,
             exp.checkpoint,
@@ -79,6 +81,7 @@ class Run:
             note=self.say,
         )
         self.state, self.first, self.samples, self.tokens = begin(self.parts, self.manager, self.say)
+        self.parts = self.parts.going_on(self.first, self.tokens)
         self.loader = Loader(
             store.train,
             exp.data,
@@ -89,7 +92,11 @@ class Run:
             start_sample=self.samples,
         )
         self.evaluator = Evaluator(self.parts, store) if store.holdout.tokens > 1 else None
-        self.generator = Generator(self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype)
+        self.generator = Generator(
+            self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype, add_bos=exp.data.add_bos
+        )
+        for prompt in exp.sample.prompts:
+            self.generator.encode(prompt)  # refuse now what would end the run later
         self.last_save = time.monotonic()
         self.saved: int | None = self.first if self.first in self.manager.steps() else None
 
