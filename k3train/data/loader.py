@@ -16,6 +16,7 @@ from k3train.data.config import DataConfig
 from k3train.data.order import RowOrder
 from k3train.data.pack import count_rows, cut_rows
 from k3train.data.store import Split
+from k3train.data.trace import Trace
 
 
 class Loader(Iterator[Batch]):
@@ -51,6 +52,7 @@ class Loader(Iterator[Batch]):
         if global_batch % process_count:
             raise UserError(f"train.global_batch {global_batch} does not divide over {process_count} processes")
         self.order = RowOrder(count_rows(split, config.sequence_length), seed, config.max_epochs)
+        self.trace = Trace(split, self.order, config.sequence_length)
         self.global_batch = global_batch
         self.sample = start_sample
         source = _Batches(

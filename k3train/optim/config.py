@@ -1,10 +1,15 @@
 """The optim section: schedule, Muon, AdamW, clipping and balancing. Imports no JAX."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from k3train.config.section import Fraction, Free, Frozen, NonNegative, Positive, PositiveFloat, Section
+from k3train.config.section import Fraction, Frozen, NonNegative, Positive, PositiveFloat, Section
+
+GUARD_MEMORY = 64
+"""Numbers of skipped steps that a run's state remembers, and so a bound of the guard's limits."""
+Window = Annotated[int, Field(ge=2, le=2**31 - 1)]
+Few = Annotated[int, Field(ge=0, lt=GUARD_MEMORY)]
 
 
 class ScheduleConfig(Section, drift="branch"):
@@ -69,6 +74,27 @@ class BalanceConfig(Section, drift="branch"):
     """Weight of the old bias in the new one (quantile form)."""
 
 
+class GuardConfig(Section, drift="free"):
+    """Bad steps: what counts as one, and what is done about it. A skipped step changes nothing but the step count."""
+
+    nonfinite: Literal["skip", "halt"] = "skip"
+    """Loss or gradient not finite: skip the step, or skip it and end with exit 40."""
+    spikes: Literal["warn", "skip", "halt"] = "warn"
+    """Loss or update norm far above its running mean: make the step and say so, skip it, or skip it and end."""
+    loss_sigma: PositiveFloat | None = 6.0
+    """Standard deviations above the running mean from which a loss is a spike; none looks for none."""
+    update_sigma: PositiveFloat | None = 6.0
+    """The same for the norm of each optimizer group's update."""
+    window: Window = 128
+    """Accepted steps that the running mean and variance look back on; also the span of ``max_in_window``."""
+    warmup_steps: NonNegative = 100
+    """Accepted steps before anything is called a spike."""
+    max_in_a_row: Few = 4
+    """Steps that may be skipped in a row; one more ends the run with exit 40."""
+    max_in_window: Few = 12
+    """Steps that may be skipped within ``window`` steps; one more ends the run with exit 40."""
+
+
 class OptimConfig(Section, drift="branch"):
     """Which array is updated how."""
 
@@ -84,8 +110,7 @@ class OptimConfig(Section, drift="branch"):
     balance: BalanceConfig = BalanceConfig()
     ema: Fraction | None = None
     """Decay of a moving average of the weights kept beside them; none keeps none."""
-    skip_nonfinite: Free[NonNegative] = 0
-    """Steps with a non-finite loss or gradient that may be skipped in a row before exit 40."""
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "OptimConfig":

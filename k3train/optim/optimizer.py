@@ -1,4 +1,4 @@
-"""The optimizer of a run: clip, route every array to Muon or AdamW, guard, report."""
+"""The optimizer of a run: clip, route every array to Muon or AdamW, report."""
 
 from typing import Any
 
@@ -31,6 +31,8 @@ class Optimizer:
         self.paths = {group: tuple(groups[group]) for group in GROUPS}
         flat = flatten(specs)
         self.decay = {path: weight_decay_of(spec, cfg) for path, spec in flat.items()}
+        self.groups = tuple(group for group in GROUPS if groups[group])
+        """Groups that have arrays."""
         self.heads = {path: heads_of(spec, cfg) for path, spec in flat.items()}
 
     def init(self, params: Tree) -> dict[str, Any]:
@@ -61,7 +63,6 @@ class Optimizer:
         params: Tree,
         tokens_seen_after: float | jax.Array,
         total_tokens: float | jax.Array,
-        loss: jax.Array | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any], Metrics]:
         """One update; pure, to be called under ``jit``.
 
@@ -71,43 +72,29 @@ class Optimizer:
           params: float32 arrays.
           tokens_seen_after: tokens at the end of this step (float32 under ``jit``).
           total_tokens: tokens of the run.
-          loss: scalar that must be finite too.
 
         Returns:
-          (params, opt_state, metrics). Where the loss or the gradient norm is not finite, params and state
-          come back unchanged and ``nonfinite`` and ``skipped`` are 1. Metrics are float32 scalars:
-          ``grad_norm``, ``grad_norm_clipped``, ``param_norm``, ``nonfinite``, ``skipped``,
-          ``lr/<group>``, ``grad_norm/<group>`` (unclipped), ``update_norm/<group>``, ``update_rms/<group>``.
+          (params, opt_state, metrics). Nothing here looks whether they are finite (``optim/guard.py``). Metrics are
+          float32 scalars: ``grad_norm``, ``grad_norm_clipped``, ``lr/<group>``, ``grad_norm/<group>`` (unclipped),
+          ``update_norm/<group>``, ``update_rms/<group>``.
         """
         flat_params = flatten(params)
         flat_grads = {path: wide(g) for path, g in flatten(grads).items()}
         norm = optax.tree.norm(flat_grads)
         scale = self._clip_scale(norm)
-        ok = jnp.isfinite(norm) & (True if loss is None else jnp.isfinite(loss))
         factor = jnp.float32(lr_factor(self.cfg.schedule, tokens_seen_after, total_tokens))
         rates = {group: getattr(self.cfg, group).lr * factor for group in GROUPS}
 
         clipped = {path: g * scale for path, g in flat_grads.items()}
         changes, new_state = self._changes(clipped, opt_state, flat_params, rates)
-        # Selecting element by element fuses with the update and leaves donated buffers in place.
-        new_params = {p: jnp.where(ok, w + changes[p], w) for p, w in flat_params.items()}
-        new_state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_state, opt_state)
-
-        bad = 1 - ok.astype(jnp.float32)
-        metrics = {
-            "grad_norm": norm,
-            "grad_norm_clipped": norm * scale,
-            "param_norm": optax.tree.norm(new_params),
-            "nonfinite": bad,
-            "skipped": bad,
-        }
-        for group in GROUPS:
-            if self.paths[group]:
-                metrics[f"lr/{group}"] = rates[group]
-                metrics[f"grad_norm/{group}"] = optax.tree.norm([flat_grads[p] for p in self.paths[group]])
-                update_norm = optax.tree.norm([changes[p] for p in self.paths[group]])
-                metrics[f"update_norm/{group}"] = jnp.where(ok, update_norm, 0)
-                metrics[f"update_rms/{group}"] = jnp.where(ok, _rms([changes[p] for p in self.paths[group]]), 0)
+        new_params = {path: w + changes[path] for path, w in flat_params.items()}
+        metrics = {"grad_norm": norm, "grad_norm_clipped": norm * scale}
+        for group in self.groups:
+            metrics[f"lr/{group}"] = rates[group]
+            metrics[f"grad_norm/{group}"] = optax.tree.norm([flat_grads[p] for p in self.paths[group]])
+            group_changes = [changes[p] for p in self.paths[group]]
+            metrics[f"update_norm/{group}"] = optax.tree.norm(group_changes)
+            metrics[f"update_rms/{group}"] = _rms(group_changes)
         return rebuild(params, new_params), new_state, metrics
 
     def _clip_scale(self, norm: jax.Array) -> jax.Array:

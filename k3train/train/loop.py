@@ -32,11 +32,12 @@ from k3train.run.environment import facts, versions
 from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
 from k3train.run.identity import render as render_changes
 from k3train.run.signals import StopRequest
+from k3train.train.anomalies import AnomalyLog
 from k3train.train.assembly import Assembly, assemble, open_data
 from k3train.train.begin import begin
 from k3train.train.evaluate import Evaluator
 from k3train.train.record import Moment, Recorder
-from k3train.train.step import build_train_step
+from k3train.train.step import compile_step
 
 
 def train(exp: Experiment) -> ExitCode:
@@ -114,7 +115,8 @@ class Run:
         writer = JsonlWriter(self.folder.path / "metrics.jsonl", attempt, self.first or -1) if self.main else None
         # A bar only where somebody watches, on process 0.
         progress = Progress(self.parts.steps, self.first, self.exp.metrics.every, console=self.console)
-        self.recorder = Recorder(self.parts, self.folder.path, writer, progress)
+        anomalies = AnomalyLog(self.folder.path, attempt, self.first or -1, self.loader) if self.main else None
+        self.recorder = Recorder(self.parts, self.folder.path, writer, progress, anomalies)
         try:
             with jax.set_mesh(self.parts.mesh):
                 step_fn = self.compile()
@@ -122,24 +124,13 @@ class Run:
                     return self.steps(step_fn)
         finally:
             self.loader.close()
-            if writer is not None:
-                writer.close()
+            self.recorder.close()
 
     def compile(self) -> Callable:
         """The compiled train step; says how long it took."""
         began = time.monotonic()
-        step = build_train_step(self.parts.decoder, self.parts.optimizer, self.exp, self.parts.total_tokens)
-        rows, length = self.exp.train.global_batch, self.exp.data.sequence_length
-        shape = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(self.parts.mesh))
-        mask = jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=shape.sharding)
         with self.console.status("compiling the train step"):
-            compiled = (
-                jax.jit(step, donate_argnums=0, out_shardings=(self.parts.factory.shardings, None))
-                .lower(
-                    self.parts.factory.abstract, Batch(shape, shape, shape, mask), jax.ShapeDtypeStruct((), jnp.float32)
-                )
-                .compile()
-            )
+            compiled = compile_step(self.parts)
         seconds = time.monotonic() - began
         self.recorder.note(perf__compile_s=seconds)
         self.say(f"compiled in {seconds:.1f} s")
@@ -167,15 +158,10 @@ class Run:
             self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
             self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
             step += 1
-            self.recorder.step(Moment(step, self.samples, self.tokens), outputs, local, self.loader.epoch)
+            self.recorder.step(Moment(step, self.samples, self.tokens), outputs, self.loader.epoch)
             profiler.after(step, outputs)
-            if self.recorder.skipped_in_a_row > self.exp.optim.skip_nonfinite:
-                return self.halt(
-                    step,
-                    ExitCode.NON_FINITE,
-                    f"{self.recorder.skipped_in_a_row} steps in a row had a "
-                    "loss or gradient that is not finite (optim.skip_nonfinite)",
-                )
+            if self.recorder.halted:
+                return self.halt(step, ExitCode.NON_FINITE, self.recorder.halted)
             self.between(step)
         return self.finish(step)
 

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from k3train.config.storage import storage
-from k3train.data.batch import Batch, batch_hash
+from k3train.data.batch import hash_text
 from k3train.metrics.progress import Progress
-from k3train.metrics.summary import Ema, summarize
+from k3train.metrics.summary import summarize
 from k3train.metrics.throughput import device_memory_peak_gib, host_rss_gib, peak_flops, speed
 from k3train.metrics.writers.jsonl import JsonlWriter
+from k3train.train.anomalies import AnomalyLog, describe, halt_reason
 from k3train.train.assembly import Assembly
 
+SAMPLES, LOADS = "samples.jsonl", "loads.jsonl"
 # Statistic of the step -> name that metrics/summary.py knows.
 STATS = {
     "load": "moe/load",
@@ -46,17 +47,26 @@ class Recorder:
     Args:
       folder: the run's.
       writer: of metrics.jsonl; None on processes other than 0.
+      anomalies: of anomalies.jsonl; None on processes other than 0.
     """
 
-    def __init__(self, parts: Assembly, folder: Path, writer: JsonlWriter | None, progress: Progress):
+    def __init__(
+        self,
+        parts: Assembly,
+        folder: Path,
+        writer: JsonlWriter | None,
+        progress: Progress,
+        anomalies: AnomalyLog | None,
+    ):
         self._parts, self._folder, self._writer, self._progress = parts, folder, writer, progress
         device = jax.devices()[0]
         self._peak = peak_flops(device.device_kind, parts.exp.train.compute_dtype)
-        self._ema = Ema()
+        self._anomalies = anomalies
         self._extra: dict = {}
-        self._late: tuple[Moment, dict, dict] | None = None
+        self._late: tuple[Moment, dict, float] | None = None
         self._mark, self._marked_step, self._paused, self._waited = time.monotonic(), 0, 0.0, 0.0
-        self.skipped_in_a_row = 0
+        self.halted: str | None = None
+        """Why the guard ends the run, once it does; the same on every process at the same step."""
 
     def start(self, step: int) -> None:
         """Begins to measure speed at ``step``."""
@@ -74,16 +84,10 @@ class Recorder:
         """Counts time spent waiting for a batch."""
         self._waited += seconds
 
-    def step(self, now: Moment, outputs: dict, batch: Batch, epoch: float) -> None:
+    def step(self, now: Moment, outputs: dict, epoch: float) -> None:
         """Takes the outputs of the step just dispatched, still being computed, and writes down the step before it."""
-        data = {
-            "data/batch_hash": batch_hash(batch) if jax.process_count() == 1 else None,
-            "data/epoch": epoch,
-            "data/pad_frac": float(np.mean(batch.segment_ids == 0)),
-            "data/docs_per_row": float(np.mean(batch.segment_ids.max(axis=1))),
-        }
         self.flush(timed=True)
-        self._late = (now, outputs, data)
+        self._late = (now, outputs, epoch)
 
     def flush(self, timed: bool = False) -> None:
         """Writes down the step that is held back; waits for it to be computed.
@@ -92,33 +96,31 @@ class Recorder:
         """
         if self._late is None:
             return
-        (now, outputs, data), self._late = self._late, None
+        (now, outputs, epoch), self._late = self._late, None
         step = now.step
         out = jax.device_get(outputs)
-        values = self._values(out) | data
-        skipped = bool(values.get("train/skipped"))
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        values = step_values(out) | {"data/epoch": epoch}
+        bad = bool(values["train/nonfinite"] or values["train/spike"])
+        if bad:
+            self._alarm(now, values, halt=bool(out["halt"]))
         due = step % self._parts.exp.metrics.every == 0 or step == self._parts.steps
-        if due or skipped:
+        if due or bad:
             values |= (self._speed(step) if timed else {}) | self._extra
             self._extra = {}
             self._write(now, values)
         every = self._parts.exp.metrics.load_every
         if self._writer is not None and every and step % every == 0 and "load" in out["parts"]:
-            append_line(self._folder / "loads.jsonl", {"step": step, "load": out["parts"]["load"].tolist()})
+            append_line(self._folder / LOADS, {"step": step, "load": out["parts"]["load"].tolist()})
         self._progress.update(step, values)
 
-    def _values(self, out: dict) -> dict:
-        """Metric names and values of one step's outputs."""
-        parts = out["parts"]
-        values = {name: float(parts[key]) for key, name in LOSSES.items() if key in parts}
-        values["train/loss_ema"] = self._ema.update(values["train/loss"])
-        values["train/perplexity"] = math.exp(min(values["train/loss"], 700.0))
-        values["train/supervised_tokens"] = float(out["supervised"])
-        values |= {f"train/{name}": float(value) for name, value in out["optim"].items()}
-        values |= {name: float(value) for name, value in out["clip"].items()}
-        stats = {name: parts[key] for key, name in STATS.items() if key in parts}
-        return values | summarize(stats | {"moe/router_bias": out["router_bias"]})
+    def _alarm(self, now: Moment, values: dict, *, halt: bool) -> None:
+        """Says and keeps what is known of a bad step."""
+        guard = self._parts.exp.optim.guard
+        if self._anomalies is not None:
+            self._anomalies.write(*now, values)
+        self._progress.print(describe(now.step, values, guard))
+        if halt:
+            self.halted = halt_reason(now.step, values, guard)
 
     def _speed(self, step: int) -> dict:
         """Speed and memory since the last line."""
@@ -138,6 +140,17 @@ class Recorder:
         if self._writer is not None:
             self._writer.write(*now, values)
 
+    def sync(self) -> None:
+        """Brings the metrics to the disk."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in (self._writer, self._anomalies):
+            if file is not None:
+                file.close()
+
     def event(self, now: Moment, values: dict) -> None:
         """Writes values of their own (an evaluation)."""
         self._write(now, values)
@@ -146,8 +159,24 @@ class Recorder:
         """Keeps and shows text the model wrote."""
         if self._writer is None:
             return
-        append_line(self._folder / "samples.jsonl", {"step": step, "prompt": prompt, "text": text})
+        append_line(self._folder / SAMPLES, {"step": step, "prompt": prompt, "text": text})
         self._progress.print(f"--- sample at step {step} ---\n{prompt}{text}\n---")
+
+
+def step_values(out: dict) -> dict:
+    """Metric names and values of one step's outputs (on the host)."""
+    parts, guard = out["parts"], dict(out["guard"])
+    values: dict = {name: float(parts[key]) for key, name in LOSSES.items() if key in parts}
+    values["train/loss_ema"] = float(guard.pop("loss_mean"))
+    values["train/perplexity"] = math.exp(min(values["train/loss"], 700.0))
+    values["train/supervised_tokens"] = float(parts["supervised"])
+    values |= {f"train/{name}": float(value) for name, value in out["optim"].items()}
+    values |= {f"guard/{name}": float(value) for name, value in guard.items()}
+    values |= {name: float(value) for name, value in out["clip"].items()}
+    values["data/batch_hash"] = hash_text(out["data"]["hash"])
+    values |= {f"data/{name}": float(out["data"][name]) for name in ("pad_frac", "docs_per_row")}
+    stats = {name: parts[key] for key, name in STATS.items() if key in parts}
+    return values | summarize(stats | {"moe/router_bias": out["router_bias"]})
 
 
 def append_line(path: Path, value: dict) -> None:

@@ -4,11 +4,13 @@ Shapes: A microbatches, B rows, T tokens, E experts, H heads.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from k3train.data.batch import Batch
+from k3train.data.batch import Batch, hash_words
 from k3train.experiment import Experiment
 from k3train.kernels.numerics import wide
 from k3train.models.config import LayerKind
@@ -17,10 +19,13 @@ from k3train.models.param import compute_copy
 from k3train.models.stack import Stack
 from k3train.optim.balance import update_bias
 from k3train.optim.ema import update_ema
+from k3train.optim.guard import judge
 from k3train.optim.optimizer import Optimizer
 from k3train.optim.qk_clip import qk_clip
 from k3train.parallel.activations import shard_rows
-from k3train.train.loss import TokenCounts, batch_loss, count_tokens
+from k3train.parallel.axes import batch_sharding
+from k3train.train.assembly import Assembly
+from k3train.train.loss import batch_loss, count_tokens
 from k3train.train.state import State
 
 # How a statistic of several microbatches becomes one of the step; what is not named is averaged.
@@ -57,7 +62,8 @@ def gradients(decoder: Decoder, exp: Experiment, params: dict, buffers: dict, ba
       batch: global, arrays [A * B, T]; microbatch a takes rows a, a + A, ..., so that no row leaves its device.
 
     Returns:
-      Gradients like ``params`` but float32, and the step's loss parts and statistics.
+      Gradients like ``params`` but float32, and the step's loss parts and statistics, with ``supervised``, the count of
+      targets in the loss.
     """
     counts = count_tokens(batch)
     many = exp.train.accumulation
@@ -70,7 +76,8 @@ def gradients(decoder: Decoder, exp: Experiment, params: dict, buffers: dict, ba
         return jax.tree.map(wide, grads), parts
 
     if many == 1:
-        return one(batch)
+        grads, parts = one(batch)
+        return grads, parts | {"supervised": counts.main}
     split = jax.tree.map(lambda x: shard_rows(x.reshape(-1, many, *x.shape[1:]).swapaxes(0, 1), axis=1), batch)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
@@ -81,7 +88,8 @@ def gradients(decoder: Decoder, exp: Experiment, params: dict, buffers: dict, ba
         merged = {name: _merge(name, value, parts[name], many) for name, value in carry[1].items()}
         return (jax.tree.map(jnp.add, carry[0], grads), merged), None
 
-    return jax.lax.scan(add, (zeros, start), split)[0]
+    grads, parts = jax.lax.scan(add, (zeros, start), split)[0]
+    return grads, parts | {"supervised": counts.main}
 
 
 def _stacks(decoder: Decoder) -> list[tuple[str, Stack, str]]:
@@ -145,39 +153,63 @@ def build_train_step(
 
     Returns:
       ``step(state, batch, tokens)``: ``tokens`` is the float32 count of nominal tokens seen *after* this step.
-      A step whose loss or gradient is not finite changes nothing but the step count (metric ``train/skipped``).
+      A step that the guard does not accept changes nothing but the step count and the list of skipped steps.
     """
     specs, dtype = decoder.specs(), jnp.dtype(exp.train.compute_dtype)
 
     def step(state: State, batch: Batch, tokens: jax.Array) -> tuple[State, dict]:
         params, buffers = state["params"], state["buffers"]
         grads, parts = gradients(decoder, exp, compute_copy(params, specs, dtype), buffers, batch)
-        new_params, opt, metrics = optimizer.update(
-            grads, state["opt"], params, tokens, total_tokens, loss=parts["loss"]
-        )
-        good = metrics["nonfinite"] == 0
-        clipped, clip_metrics = clip_logits(decoder, exp, new_params, parts)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)  # noqa: E731
-        new_params = keep(clipped, new_params)
+        new_params, opt, metrics = optimizer.update(grads, state["opt"], params, tokens, total_tokens)
+        new_params, clip_metrics = clip_logits(decoder, exp, new_params, parts)
+        number = state["step"] + 1
+        update_norms = {group: metrics[f"update_norm/{group}"] for group in optimizer.groups}
+        verdict = judge(exp.optim.guard, state["guard"], number, parts["loss"], metrics["grad_norm"], update_norms)
+
+        def keep(new: Any, old: Any) -> Any:
+            # Selecting element by element fuses with the update and leaves donated buffers in place.
+            return jax.tree.map(lambda a, b: jnp.where(verdict.accept, a, b), new, old)
+
         new = {
-            "step": state["step"] + 1,
-            "params": new_params,
-            "opt": opt,
+            "step": number,
+            "params": keep(new_params, params),
+            "opt": keep(opt, state["opt"]),
             "buffers": keep(balance(decoder, exp, buffers, parts), buffers),
+            "guard": verdict.state,
         }
         if exp.optim.ema is not None:
-            new["ema"] = keep(update_ema(state["ema"], new_params, exp.optim.ema), state["ema"])
-        parts = {name: value for name, value in parts.items() if not name.endswith("histogram")}
-        counts: TokenCounts = count_tokens(batch)
+            new["ema"] = keep(update_ema(state["ema"], new["params"], exp.optim.ema), state["ema"])
         return new, {
-            "parts": parts,
-            "optim": metrics,
+            "parts": {name: value for name, value in parts.items() if not name.endswith("histogram")},
+            "optim": metrics | {"param_norm": optax.tree.norm(new["params"])} | verdict.flags,
+            "guard": verdict.measures,
+            "halt": verdict.halt,
             "clip": clip_metrics,
-            "supervised": counts.main,
+            "data": batch_facts(batch),
             "router_bias": router_biases(decoder, new["buffers"]),
         }
 
     return step
+
+
+def compile_step(parts: Assembly) -> Callable[[State, Batch, jax.Array], tuple[State, dict]]:
+    """The train step of a run, compiled for its mesh (call it with the mesh set); the state given to it is used up."""
+    step = build_train_step(parts.decoder, parts.optimizer, parts.exp, parts.total_tokens)
+    rows, length = parts.exp.train.global_batch, parts.exp.data.sequence_length
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(parts.mesh))
+    mask = jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=ids.sharding)
+    whole = jax.jit(step, donate_argnums=0, out_shardings=(parts.factory.shardings, None))
+    tokens = jax.ShapeDtypeStruct((), jnp.float32)
+    return whole.lower(parts.factory.abstract, Batch(ids, ids, ids, mask), tokens).compile()
+
+
+def batch_facts(batch: Batch) -> dict[str, jax.Array]:
+    """What the devices were given: ``hash`` uint32 [2] (``data/batch.py``), ``pad_frac`` and ``docs_per_row``."""
+    return {
+        "hash": hash_words(batch.tokens, batch.segment_ids, jnp),
+        "pad_frac": jnp.mean(batch.segment_ids == 0, dtype=jnp.float32),
+        "docs_per_row": jnp.mean(jnp.max(batch.segment_ids, axis=1), dtype=jnp.float32),
+    }
 
 
 def router_biases(decoder: Decoder, buffers: dict) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimizer as the step sees it: one battery for every way of updating, and the guards."""
+"""The optimizer as the step sees it: one battery for every way of updating."""
 
 import io
 
@@ -147,32 +147,11 @@ def test_clip_and_metrics():
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     assert float(metrics["grad_norm_clipped"]) == pytest.approx(0.5, rel=1e-5)
     assert float(plain["grad_norm_clipped"]) == pytest.approx(0.5, rel=1e-5)
-    assert float(metrics["param_norm"]) == pytest.approx(float(optax.tree.norm(got)), rel=1e-6)
     assert float(metrics["lr/muon"]) == pytest.approx(0.05) and float(metrics["lr/adamw"]) == pytest.approx(0.02)
     change = [np.ravel(got["period"][i][k] - params["period"][i][k]) for i, k in ((0, "q"), (1, "up"), (1, "experts"))]
     change.append(np.ravel(got["prefix"][0]["up"] - params["prefix"][0]["up"]))
     rms = np.sqrt(np.mean(np.concatenate(change) ** 2))
     assert float(metrics["update_rms/muon"]) == pytest.approx(rms, rel=1e-3)
-    assert float(metrics["nonfinite"]) == float(metrics["skipped"]) == 0
-
-
-@pytest.mark.parametrize("fault", ["gradient", "infinite gradient", "loss"])
-def test_non_finite_changes_nothing(fault):
-    params, grads = draw(1), draw(2)
-    opt = Optimizer(config(), SPECS)
-    step = jax.jit(opt.update)
-    _, state, _ = step(draw(3), opt.init(params), params, 1.0, 10.0, jnp.float32(1))
-    loss = jnp.float32(jnp.nan if fault == "loss" else 1)
-    if fault != "loss":
-        bad = jnp.nan if fault == "gradient" else jnp.inf
-        grads["prefix"][0]["norm"] = grads["prefix"][0]["norm"].at[0].set(bad)
-    new_params, new_state, metrics = step(grads, state, params, 1.0, 10.0, loss)
-    jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, state))
-    assert float(metrics["nonfinite"]) == float(metrics["skipped"]) == 1
-    assert float(metrics["update_rms/muon"]) == 0
-    moved, after, metrics = step(draw(2), state, params, 1.0, 10.0, jnp.float32(1))
-    assert float(metrics["skipped"]) == 0 and int(after["count"]) == 2
-    assert not np.array_equal(moved["prefix"][0]["norm"], params["prefix"][0]["norm"])
 
 
 def test_group_table_covers_every_array_once():

@@ -1,4 +1,4 @@
-"""The train step: loss normalisation, accumulation, meshes, skipping, balancing, clipping."""
+"""The train step: loss normalisation, accumulation, meshes, balancing, clipping."""
 
 from functools import cache
 
@@ -10,6 +10,7 @@ import tiny
 
 from k3train.data.batch import Batch
 from k3train.parallel.axes import batch_sharding
+from k3train.parallel.mesh import build_mesh
 from k3train.train.assembly import Assembly, assemble
 from k3train.train.loss import batch_loss, count_tokens, mtp_targets
 from k3train.train.step import build_train_step, gradients
@@ -28,27 +29,15 @@ def _batch(rows: int = 8, length: int = 32, seed: int = 0) -> Batch:
 
 
 @cache
-def _parts(mesh=(("data", 1),), **train) -> Assembly:
+def _parts(mesh=(("data", 1),), deep: bool = False, **train) -> Assembly:
+    """A run's parts; ``deep`` has layers enough for a scanned stack, else there is one of each kind."""
     sections = {"train": {"global_batch": 8, **{k: v for k, v in train.items() if k in ("accumulation", "remat")}}}
-    if train.get("mtp"):
-        sections["model"] = {"mtp": {}}
-    if "qk_clip" in train or "skip" in train:
-        sections["optim"] = {"qk_clip": train.get("qk_clip", 100.0), "ema": 0.5}
-    devices = int(np.prod([size for _, size in mesh]))
+    sections["model"] = (tiny.MODEL if deep else tiny.SHALLOW) | ({"mtp": {}} if train.get("mtp") else {})
+    if "qk_clip" in train:
+        sections["optim"] = {"qk_clip": train["qk_clip"]}
     exp = tiny.experiment(tiny.Path("unused"), mesh=dict(mesh), **sections)
-    return _assemble(exp, devices)
-
-
-def _assemble(exp, devices: int) -> Assembly:
-    import k3train.train.assembly as module
-    from k3train.parallel.mesh import build_mesh
-
-    original = module.build_mesh
-    module.build_mesh = lambda cfg: build_mesh(cfg, jax.devices()[:devices])
-    try:
-        return assemble(exp)
-    finally:
-        module.build_mesh = original
+    devices = jax.devices()[: int(np.prod([size for _, size in mesh]))]
+    return assemble(exp, build_mesh(exp.mesh, devices))
 
 
 @cache
@@ -70,12 +59,16 @@ def _close(got, want, tolerance):
         assert np.abs(a - b).max(initial=0) <= tolerance * np.abs(b).max(initial=0) + 1e-12, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("mesh", [(("data", 4),), (("data", 1), ("fsdp", 4)), (("data", 2), ("fsdp", 2))], ids=str)
-def test_four_devices_equal_one(mesh):
-    """Gradients and the state after one step: per array max|difference| <= 1e-4 max|value|, float32."""
+@pytest.mark.parametrize(
+    ("mesh", "deep"),
+    [((("data", 4),), False), ((("data", 1), ("fsdp", 4)), False), ((("data", 2), ("fsdp", 2)), True)],
+    ids=str,
+)
+def test_four_devices_equal_one(mesh, deep: bool):
+    """The state after one step: per array max|difference| <= 1e-4 max|value|, float32."""
     batch = _batch()
-    one, one_out = _run(_parts(), batch)
-    four, four_out = _run(_parts(mesh), batch)
+    one, one_out = _run(_parts(deep=deep), batch)
+    four, four_out = _run(_parts(mesh, deep), batch)
     _close(four["params"], one["params"], 1e-4)
     _close(four["buffers"], one["buffers"], 1e-4)
     _close(four_out["parts"]["loss"], one_out["parts"]["loss"], 1e-4)
@@ -98,12 +91,11 @@ def test_four_devices_give_the_gradients_of_one():
     _close(grads(_parts((("data", 2), ("fsdp", 2)))), grads(_parts()), 1e-4)
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulation_equals_the_whole_batch(accumulation: int):
+def test_accumulation_equals_the_whole_batch():
     """Documents and padding are uneven over microbatches; one global count must weigh them."""
     batch = _batch()
     want, want_out = _run(_parts(), batch)
-    got, got_out = _run(_parts(accumulation=accumulation), batch)
+    got, got_out = _run(_parts(accumulation=4), batch)
     _close(got["params"], want["params"], 1e-4)
     _close(got["buffers"], want["buffers"], 1e-4)
     for name in ("loss", "load", "max_logit", "accuracy"):
@@ -118,33 +110,22 @@ def test_remat_changes_nothing():
 def test_no_supervised_token_is_no_loss_and_no_nan():
     batch = _batch()._replace(loss_mask=jnp.zeros((8, 32), bool))
     state, out = _run(_parts(), batch)
-    assert float(out["parts"]["loss"]) == 0 and float(out["supervised"]) == 0
+    assert float(out["parts"]["loss"]) == 0 and float(out["parts"]["supervised"]) == 0
     assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(state["params"]))
-
-
-def test_a_non_finite_step_changes_nothing_but_the_count():
-    parts = _parts(skip=True)
-    state = parts.factory.fresh(0)
-    state["params"]["head"]["weight"] = state["params"]["head"]["weight"].at[0, 0].set(jnp.nan)
-    new, out = _compiled(parts)(state, _batch(), jnp.float32(1000))
-    assert float(out["optim"]["skipped"]) == 1 and int(new["step"]) == 1
-    for name in ("params", "buffers", "opt", "ema"):
-        for a, b in zip(jax.tree.leaves(new[name]), jax.tree.leaves(state[name]), strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_router_bias_moves_and_is_centred():
     state, out = _run(_parts(), _batch())
     for bias in jax.tree.leaves(state["buffers"]):
         assert np.abs(bias).max() > 0 and abs(float(bias.mean())) < 1e-5
-    np.testing.assert_array_equal(out["router_bias"].shape, (4, 8))
+    np.testing.assert_array_equal(out["router_bias"].shape, (1, 8))
 
 
 def test_qk_clip_holds_logits():
     parts = _parts(qk_clip=1e-4)
     before = parts.factory.fresh(0)["params"]["layers"]
     state, out = _run(parts, _batch())
-    assert int(out["clip"]["attn/qk_clip_heads"]) == 4 and float(out["clip"]["attn/qk_clip_min_gamma"]) < 1
+    assert int(out["clip"]["attn/qk_clip_heads"]) == 2 and float(out["clip"]["attn/qk_clip_min_gamma"]) < 1
     name = next(seg for seg, kinds in before.items() for p in kinds.values() if "kv_b_proj" in p["mixer"])
     old = next(p for p in before[name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]
     new = next(p for p in state["params"]["layers"][name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]

@@ -1,0 +1,37 @@
+"""From a sample back to its documents."""
+
+import numpy as np
+import pytest
+
+from k3train.config.errors import UserError
+from k3train.data.loader import Loader
+from k3train.data.order import RowOrder
+from k3train.data.pack import count_rows
+from k3train.data.trace import Trace
+
+
+@pytest.mark.parametrize("length", [1, 7, 32, 500])
+def test_documents_equal_the_obvious_ones(store, length):
+    """Token by token, for every row."""
+    split = store.train
+    document = np.repeat(np.arange(split.documents), np.diff(split.doc_offsets))
+    rows = count_rows(split, length)
+    trace = Trace(split, RowOrder(rows, 0), length)
+    for row in range(rows):
+        assert trace.documents(row) == tuple(dict.fromkeys(document[row * length : (row + 1) * length].tolist()))
+
+
+def test_rows_are_those_the_loader_reads(store, make_config):
+    loader = Loader(store.train, make_config(), 8, 11, start_sample=24)
+    rows, batch = loader.trace.rows(24, 32), next(loader)
+    loader.close()
+    assert [row.sample for row in rows] == list(range(24, 32))
+    for row, tokens, segments in zip(rows, batch.tokens, batch.segment_ids, strict=True):
+        assert len(row.documents) == segments.max()
+        text = np.concatenate([store.train.document(number) for number in row.documents])
+        assert tokens.tobytes() in text.astype(np.int32).tobytes()
+
+
+def test_samples_past_the_end(store):
+    with pytest.raises(UserError, match="used up"):
+        Trace(store.train, RowOrder(5, 0, max_epochs=1), 32).rows(4, 6)
