@@ -1,6 +1,7 @@
 """Settings under which every test runs: CPU, four forced devices, strict dtypes and ranks."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("K3TRAIN_TEST_PLATFORM", "cpu")
@@ -25,3 +26,23 @@ ROOT = Path(__file__).parent.parent
 def root() -> Path:
     """The repository."""
     return ROOT
+
+
+@pytest.fixture
+def as_nobody(tmp_path: Path):
+    """A context in which the system refuses what it would refuse any stranger, the test's folder itself excepted."""
+
+    @contextmanager
+    def nobody():
+        for folder in (tmp_path, *tmp_path.parents):
+            if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o010:
+                folder.chmod(folder.stat().st_mode | 0o011)
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    return nobody

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 from etils.epath import Path
 
+from k3train.config.exit_codes import ExitCode
+from k3train.config.storage import storage
+
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 _UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
@@ -32,9 +35,14 @@ def list_steps(directory: Path, note: Callable[[str], None] = ignore) -> list[in
     Args:
       directory: the ``checkpoints`` folder; may be absent.
       note: called with one line for each entry that is no checkpoint.
+
+    Raises:
+      UserError: the folder cannot be looked into (exit 31).
     """
     steps = []
-    for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
+    with storage(directory, "look for checkpoints", ExitCode.CHECKPOINT):
+        entries = sorted(directory.iterdir()) if directory.is_dir() else ()
+    for entry in entries:
         if not (entry.name.isascii() and entry.name.isdigit() and str(int(entry.name)) == entry.name):
             if not _RETIRED.fullmatch(entry.name):
                 what = "a save that never ended" if _UNFINISHED.fullmatch(entry.name) else "not a checkpoint"

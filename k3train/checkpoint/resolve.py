@@ -56,6 +56,8 @@ def locate(text: str, key: str = "run.init_from") -> Found:
       CheckpointRefused: it is not there; the steps that are get listed.
     """
     place, at, step = text.rpartition("@")
+    if at and Path(text).expanduser().is_dir():  # the @ is part of a folder's name
+        place, at, step = text, "", ""
     path = Path(place if at else text).expanduser()
     if not path.is_dir():
         raise CheckpointRefused(f"{key}: {path} is not a folder")

@@ -304,11 +304,11 @@ def probe(path: Path, size: int = _PROBE_BYTES) -> None:
 
 def _refuse_foreign(path: Path) -> None:
     """Refuse what is no run folder: a file, or a folder with content that no run wrote. Touches nothing."""
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise UserError(f"{path} is a file; run.dir must name a folder", ExitCode.RUN_FOLDER)
-    with storage(path, "read the run folder"):
+    with storage(path, "look into the run folder"):
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; run.dir must name a folder", ExitCode.RUN_FOLDER)
         names = sorted(entry.name for entry in path.iterdir())
     # A run that died between taking the lock and writing experiment.json leaves only these.
     others = [name for name in names if name != LOCK and not name.startswith((".probe.", f".{EXPERIMENT}."))]

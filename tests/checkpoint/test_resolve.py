@@ -41,6 +41,7 @@ def test_path_at_step(run, tmp_path, tail, step):
 def test_an_at_sign_in_the_path(run):
     other = run.rename(run.parent / "a@b")
     assert resolve_resume(f"{other}@10", run).step == 10
+    assert locate(str(other)).step == 20
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,11 @@ def test_locate_weights(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"run.init_from: .*empty holds no complete checkpoint"):
         locate(str(tmp_path / "empty"))
+
+
+def test_a_folder_that_cannot_be_looked_into(run, as_nobody):
+    (run / "checkpoints").chmod(0o700)
+    for look in (lambda: locate(str(run)), lambda: resolve_resume("auto", run)):
+        with as_nobody(), pytest.raises(UserError, match="cannot look for checkpoints: no permission") as caught:
+            look()
+        assert caught.value.exit_code == ExitCode.CHECKPOINT

@@ -225,6 +225,15 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot make the run folder"):
         RunDirectory(tmp_path / "file" / "run", CONFIG)
+    with pytest.raises(UserError, match="cannot look into the run folder: File name too long"):
+        RunDirectory(tmp_path / ("x" * 300), CONFIG)
+
+
+def test_a_folder_that_cannot_be_looked_into(tmp_path, as_nobody):
+    (tmp_path / "closed").mkdir(mode=0o700)
+    with as_nobody(), pytest.raises(UserError, match="cannot look into the run folder: no permission") as caught:
+        RunDirectory(tmp_path / "closed" / "run", CONFIG)
+    assert caught.value.exit_code == ExitCode.RUN_FOLDER
 
 
 def test_a_real_write_limit(tmp_path):
