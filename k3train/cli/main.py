@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -25,6 +26,10 @@ INTERRUPTED = 130
 
 def entry() -> None:
     """The ``k3train`` program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Text that the terminal's encoding lacks is escaped, and ends no command.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())
 
 

@@ -45,10 +45,12 @@ def run(args: argparse.Namespace) -> int:
         exp = _branch(exp, args.branch)
 
     from k3train.run.identity import DriftRefused
+    from k3train.run.output import lasting_output
     from k3train.train.loop import train
 
     try:
-        return int(train(exp))
+        with lasting_output():
+            return int(train(exp))
     except DriftRefused as refusal:
         if not refusal.branchable:
             raise
