@@ -84,3 +84,9 @@ def select(tree: Tree, names: set[str], prefix: str = "") -> Tree:
         elif name in names:
             chosen[key] = value
     return chosen
+
+
+def refusal(folder: Path, found: list[str], what: str = "does not fit this model", most: int = 12) -> str:
+    """One screen of differing arrays: ``{folder} {what} and was not loaded``."""
+    more = [f"... and {len(found) - most} more"] if len(found) > most else []
+    return f"{folder} {what} and was not loaded:\n  " + "\n  ".join(found[:most] + more)

@@ -18,6 +18,8 @@ class SaveFailed(UserError):
       step: the step that was to be saved.
     """
 
-    def __init__(self, step: int, directory: object, reason: object):
-        super().__init__(f"{directory}: saving step {step} failed: {reason}", ExitCode.SAVE_FAILED)
+    def __init__(self, step: int, directory: object, reason: object, failures: int = 1, newest: int | None = None):
+        count = f" (save {failures} in a row that failed)" if failures > 1 else ""
+        good = "no good checkpoint is known" if newest is None else f"the newest good checkpoint is step {newest}"
+        super().__init__(f"{directory}: saving step {step} failed{count}: {reason}; {good}", ExitCode.SAVE_FAILED)
         self.step = step

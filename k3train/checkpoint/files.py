@@ -5,6 +5,7 @@ here uses them.
 """
 
 import hashlib
+import os
 import pathlib
 from typing import Any, cast
 
@@ -47,3 +48,11 @@ def put(path: Path, text: str) -> None:
         path.write_text(text)
     else:
         write_whole(pathlib.Path(path), text, ExitCode.SAVE_FAILED)
+
+
+def evict(path: Path) -> None:
+    """Let the system forget what it remembers of a file, so that the next read comes from the disk."""
+    if not in_object_store(path) and hasattr(os, "posix_fadvise"):
+        with pathlib.Path(path).open("rb") as file:
+            os.fsync(file.fileno())  # only written-out pages are forgotten
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

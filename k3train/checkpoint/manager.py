@@ -1,40 +1,27 @@
-"""Saving and restoring a run's state: Orbax moves the arrays, the manifest makes them a checkpoint.
+"""The checkpoints of a run: when to save, which are good, what to go on from.
 
-A save copies the arrays to the host before it returns (so the step may donate them) and goes on in a thread: Orbax
-writes, process 0 hashes the files and writes the manifest, then what the keep policy no longer wants is deleted. One
-save is under way at a time.
+One save is under way at a time (checkpoint/save.py). With several processes every method but
+``should_save``, ``poll`` and ``note_score`` is called by all of them at the same step; process 0 decides, writes and deletes.
 """
 
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
 from etils.epath import Path
-from orbax.checkpoint import v1 as ocp
 
 from k3train.checkpoint import layout
-from k3train.checkpoint.arrays import Table, Tree, array_table, differences, read_all, read_some, select
+from k3train.checkpoint.arrays import Tree, array_table, differences, read_all, refusal
 from k3train.checkpoint.config import CheckpointConfig
 from k3train.checkpoint.errors import CheckpointRefused, SaveFailed
-from k3train.checkpoint.manifest import read_manifest, verify_files, write_manifest
-
-
-class _Save(threading.Thread):
-    """The part of a save that runs beside the training."""
-
-    def __init__(self, step: int, finish: Callable[[], None]):
-        super().__init__(name=f"save-{step}")
-        self.step, self.error = step, None
-        self._finish = finish
-
-    def run(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:  # carried to the training thread by poll() or wait()
-            self.error: BaseException | None = error
+from k3train.checkpoint.layout import Entry
+from k3train.checkpoint.manifest import QUARANTINED, Note, read_manifest, verify_share
+from k3train.checkpoint.policies import Kind, due, kept, surplus
+from k3train.checkpoint.save import Order, Save
+from k3train.checkpoint.state_hash import state_hash
+from k3train.parallel.peers import Peers
 
 
 class CheckpointManager:
@@ -43,9 +30,8 @@ class CheckpointManager:
     Args:
       directory: the run's ``checkpoints`` folder; made where absent.
       config: when to save and what to keep.
-      process: this process's number; process 0 writes manifests and deletes.
-      barrier: called by every process with a name, from the save's thread; returns when all have called it. It must
-        therefore be a barrier of the coordination service, not a collective on devices.
+      peers: the processes that save and restore together.
+      run_id: whose checkpoints count; those of other runs are passed over. None takes any.
       note: hears about ignored, removed and failed things, one line each.
     """
 
@@ -54,137 +40,225 @@ class CheckpointManager:
         directory: str | PathLike[str],
         config: CheckpointConfig,
         *,
-        process: int = 0,
-        barrier: Callable[[str], None] = layout.ignore,
-        note: Callable[[str], None] = print,
+        peers: Peers | None = None,
+        run_id: str | None = None,
+        note: Note = print,
     ):
         self.directory = Path(directory).absolute()
         self.failures = 0
         """Saves that failed since the last that did not."""
-        self._config, self._process, self._barrier, self._note = config, process, barrier, note
-        self._pending: _Save | None = None
-        self._verified: set[int] = set()
+        self.newest_verified: int | None = None
+        """Newest step that this manager saved or verified and found good."""
+        self.peers = peers or Peers()
+        self._config, self._run_id, self._note = config, run_id, note
+        self._pending: Save | None = None
+        self._busy: set[str] = set()
+        self._scores: dict[int, float] = {}
+        self._good: set[Path] = set()
 
     # When
 
-    def should_save(self, step: int, last_time: float) -> bool:
-        """Whether the policy wants ``step`` saved; ``last_time`` is the ``time.monotonic()`` of the last save.
+    def should_save(self, step: int, last_time: float) -> Kind | None:
+        """The kind of save that the policy wants after ``step``; ``last_time``: ``time.monotonic()`` of the last save.
 
-        With several processes only process 0's answer counts where ``every_minutes`` is set: clocks differ.
+        With several processes, whose clocks differ, only one of them may be asked where ``every_minutes`` is set.
         """
-        every, minutes = self._config.every, self._config.every_minutes
-        by_steps = every > 0 and step > 0 and step % every == 0
-        return by_steps or (minutes is not None and step > 0 and time.monotonic() - last_time >= 60 * minutes)
+        return due(self._config, step, time.monotonic() - last_time)
+
+    def note_score(self, step: int, value: float) -> None:
+        """Remember eval/holdout/loss at ``step``, for the checkpoint of that step and ``keep_best``."""
+        self._scores = {step: value}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether as many saves in a row failed as ``max_failures`` allows."""
+        return self.failures >= self._config.max_failures
 
     # Saving
 
-    def save(self, step: int, state: Tree, meta: Mapping[str, Any], block: bool = False) -> None:
+    def save(
+        self, step: int, state: Tree, meta: Mapping[str, Any], block: bool = False, kind: Kind = "permanent"
+    ) -> None:
         """Begin to save; the arrays may be donated or deleted once this returns.
+
+        A save that is still under way is waited for. Where it failed and nobody heard yet, it is counted and reported
+        by ``note``.
 
         Args:
           step: optimizer steps done.
           state: nested dicts of jax arrays.
-          meta: JSON to be given back by ``restore``: step, samples, tokens, config, versions.
-          block: wait until the checkpoint is complete.
+          meta: JSON to be given back by ``restore``: step, samples, tokens, config, versions, run_id.
+          block: wait until the checkpoint is verified.
+          kind: ``temporary`` ones are replaced by the next checkpoint.
 
         Raises:
-          SaveFailed: an earlier save had failed (nothing of this one is written; call again), this step exists
-            already, or storage refuses.
+          SaveFailed: this save could not begin, or (with ``block``) failed, or an earlier one was the last that
+            ``max_failures`` allows.
         """
-        self.wait()
         plain = json.loads(json.dumps(dict(meta), allow_nan=False))
-        arrays = array_table(state)
-        folder = layout.step_folder(self.directory, step)
         try:
-            if self._process == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                layout.clear_way(self.directory, step, self._note)
-            response = ocp.save_async(str(folder), state)
-        except (OSError, ValueError, RuntimeError) as error:
-            self.failures += 1
-            raise SaveFailed(step, self.directory, error) from error
-        self._pending = _Save(step, lambda: self._finish(response, folder, step, arrays, plain))
+            self.wait()
+        except SaveFailed as error:
+            if self.exhausted:
+                raise
+            self._note(f"WARNING: {error}")
+        self._pending = Save(
+            self.directory,
+            Order(step, kind, plain, self._scores.get(step)),
+            state,
+            peers=self.peers,
+            busy=frozenset(self._busy),
+            run_id=self._run_id,
+            timeout_s=60 * self._config.timeout_minutes,
+            note=self._note,
+            after=lambda: self._delete_surplus(step),
+        )
         self._pending.start()
-        if block:
+        on_host = self._pending.copied.wait(self._pending.left_s())
+        if block or (self.peers.count == 1 and (not on_host or self._failed_already())):
             self.wait()
 
-    def _finish(self, response: Any, folder: Path, step: int, arrays: Table, meta: dict[str, Any]) -> None:
-        """Wait for Orbax, commit, prune. Runs in the save's thread."""
-        response.result()
-        if self._process == 0:
-            try:
-                write_manifest(folder, step, arrays, meta, self._note)
-                self._verified.discard(step)
-                for old in layout.surplus(self.steps(), self._config.keep, self._config.keep_every):
-                    layout.remove(self.directory, old)
-            finally:
-                self._barrier(f"checkpoint-{step}")
-        else:
-            self._barrier(f"checkpoint-{step}")
-            if not (folder / layout.MANIFEST).exists():
-                raise FileNotFoundError(f"process 0 wrote no {layout.MANIFEST}")
+    def _failed_already(self) -> bool:
+        return self._pending is not None and self._pending.error is not None
 
     def poll(self) -> bool:
         """Whether no save is under way; call it every step, so that no failure stays unseen.
 
+        With several processes a failure is counted, on all of them at once, by the next ``save`` or ``wait``.
+
         Raises:
-          SaveFailed: the last save failed. Raised once; ``failures`` counts them.
+          SaveFailed: the last save failed, or is overdue. Raised once; ``failures`` counts them.
         """
-        if self._pending is not None and self._pending.is_alive():
-            return False
+        if self._pending is None:
+            return True
+        ended = self._pending.good or self._failed_already()
+        if self.peers.count > 1 or not (ended or self._pending.left_s() == 0):
+            return ended
         self.wait()
         return True
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save under way, no longer than ``timeout_minutes`` allow.
 
         Raises:
-          SaveFailed: it failed. Raised once.
+          SaveFailed: it failed, on any process. Raised once.
         """
         if self._pending is None:
             return
-        self._pending.join()
         save, self._pending = self._pending, None
-        if save.error is None:
-            self.failures = 0
+        save.join(save.left_s())
+
+        def outcome() -> str | None:
+            if save.good:
+                return None
+            if save.error is None:
+                save.abandoned = True
+                return f"it has not ended after {self._config.timeout_minutes:g} minutes and was given up on"
+            return f"{save.error}" or type(save.error).__name__
+
+        try:
+            answers = self.peers.together(f"{save.label}/settled", outcome)
+        except RuntimeError as error:  # a process that no longer answers
+            answers = [str(error)]
+        if save.folder is not None and save.is_alive():
+            self._busy.add(save.folder.name)
+        if not any(answers):
+            self.failures, self.newest_verified = 0, save.order.step
+            if save.folder is not None:
+                self._good.add(save.folder)
             return
         self.failures += 1
-        raise SaveFailed(save.step, self.directory, save.error) from save.error
+        reason = next(answer for answer in answers if answer)
+        raise SaveFailed(save.order.step, self.directory, reason, self.failures, self.newest_verified) from save.error
+
+    def _delete_surplus(self, saved: int) -> None:
+        """Delete what the policy no longer wants, now that ``saved`` is verified. Runs in the save's thread."""
+        entries = layout.complete(layout.scan(self.directory, self._run_id))
+        if max(entries, default=None) != saved:  # something newer lies there that this run did not write
+            return
+        for step in surplus(kept(entries.values()), self._config):
+            layout.remove(entries[step].path)
 
     # What there is
 
+    def entries(self) -> list[Entry]:
+        """Every folder named like a step, read from storage."""
+        return layout.scan(self.directory, self._run_id)
+
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending, read from storage."""
-        return layout.list_steps(self.directory)
+        """Steps of the checkpoints, ascending, read from storage."""
+        return list(layout.complete(self.entries()))
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step."""
+        """The newest checkpoint's step."""
         return max(self.steps(), default=None)
 
     def retire(self, after: int) -> None:
-        """Set checkpoints later than ``after`` aside (by renaming), before a run goes on from there. Process 0."""
+        """Mark checkpoints later than ``after`` as set aside, before a run goes on from there."""
         self.wait()
-        for place in layout.retire(self.directory, after):
+        places = self.peers.lead(
+            self.peers.name("retire"),
+            lambda: [str(path) for path in layout.retire(self.directory, after, self._run_id)],
+        )
+        for place in places:
             self._note(f"set aside a checkpoint later than step {after}: {place}")
 
     def verify(self, step: int) -> list[str]:
         """Check the manifest and every file's size and SHA-256; returns what is wrong, one line each."""
-        folder = layout.step_folder(self.directory, step)
-        try:
-            faults = verify_files(folder, read_manifest(folder), self._note)
-        except (OSError, ValueError) as error:
-            faults = [str(error)]
+        return self._verify(self._find(step))
+
+    def _verify(self, path: Path) -> list[str]:
+        """What is wrong with a folder's files; the processes share the work and get the same answer."""
+
+        def check() -> list[str]:
+            try:
+                manifest = read_manifest(path)
+                return verify_share(path, manifest, self._note, index=self.peers.index, count=self.peers.count)
+            except (OSError, ValueError) as error:
+                return [str(error)]
+
+        found = self.peers.together(self.peers.name("verify"), check)
+        faults = list(dict.fromkeys(fault for part in found for fault in part))
         if not faults:
-            self._verified.add(step)
+            self._good.add(path)
         return faults
 
     def newest_good(self) -> int | None:
-        """The newest step that verifies; damaged newer ones are reported by ``note`` and passed over."""
-        for step in reversed(self.steps()):
-            faults = self.verify(step)
+        """The newest step that verifies. Damaged newer ones are quarantined by a marker, and ``note`` is told why.
+
+        Raises:
+          CheckpointRefused: more than ``max_fallback`` of the newest are damaged.
+        """
+        while True:
+            candidate = self.peers.lead(self.peers.name("newest"), self._candidate)
+            if candidate is None:
+                return None
+            step, name, passed = candidate
+            path = self.directory / name
+            faults = self._verify(path)
             if not faults:
+                self.newest_verified = step
                 return step
-            self._note(f"WARNING: checkpoint {step} in {self.directory} is damaged and passed over: {faults[0]}")
+            if passed >= self._config.max_fallback:
+                raise CheckpointRefused(
+                    f"{path} is damaged, and so are the {passed} newer ones ({faults[0]}); nothing was loaded. If "
+                    "storage was merely out of order, delete their quarantined.json; to go back further, raise "
+                    f"checkpoint.max_fallback (now {self._config.max_fallback})"
+                )
+            self.peers.lead(self.peers.name("quarantine"), lambda p=path, f=faults: layout.mark(p, QUARANTINED, f[0]))
+            self._note(f"WARNING: checkpoint {step} is damaged, passed over and quarantined: {path}: {faults[0]}")
+
+    def _candidate(self) -> tuple[int, str, int] | None:
+        """Step and folder of the newest checkpoint, and how many newer ones are quarantined. Process 0."""
+        passed = 0
+        for entry in reversed(self.entries()):
+            match entry.status:
+                case "complete" | "damaged":
+                    return entry.step, entry.path.name, passed
+                case "quarantined":
+                    passed += 1
+                case "foreign":
+                    self._note(f"ignored {entry.path}: {entry.reason}")
         return None
 
     # Restoring
@@ -197,14 +271,16 @@ class CheckpointManager:
           abstract: the state as jax.ShapeDtypeStruct with the shardings to restore to.
 
         Raises:
-          CheckpointRefused: no such step, damaged files, or arrays that are missing, extra, of another shape or of
-            another dtype; each is named.
+          CheckpointRefused: no such step, damaged files, arrays that are missing, extra, of another shape or of
+            another dtype, or (after reading) of another hash than when they were saved; each is named.
         """
-        folder = layout.step_folder(self.directory, step)
-        found = differences(self.checked_manifest(step)["arrays"], array_table(abstract)).lines()
+        folder, manifest = self.checked(step)
+        found = differences(manifest["arrays"], array_table(abstract)).lines()
         if found:
-            raise CheckpointRefused(_refusal(folder, found))
-        return read_all(folder, abstract), self.meta(step)
+            raise CheckpointRefused(refusal(folder, found))
+        tree = read_all(folder, abstract)
+        refuse_other_values(folder, manifest, tree)
+        return tree, manifest["meta"]
 
     def meta(self, step: int) -> dict[str, Any]:
         """What the run said of itself when it saved the step.
@@ -212,78 +288,46 @@ class CheckpointManager:
         Raises:
           CheckpointRefused: no such step, or damaged files.
         """
-        return self.checked_manifest(step)["meta"]
+        return self.checked(step)[1]["meta"]
 
-    def checked_manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a step whose files are as written (hashed once); raises like ``meta``."""
-        steps = self.steps()
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointRefused(f"{self.directory}: no checkpoint of step {step}; there: {there}")
-        faults = [] if step in self._verified else self.verify(step)
+    def checked(self, step: int) -> tuple[Path, dict[str, Any]]:
+        """Folder and manifest of a step whose files are as written (hashed once); raises like ``meta``."""
+        folder = self._find(step)
+        faults = [] if folder in self._good else self._verify(folder)
         if faults:
-            older = next((s for s in reversed(steps) if s < step and not self.verify(s)), None)
+            older = next((s for s in reversed(self.steps()) if s < step and not self.verify(s)), None)
             cure = f"step {older} is good: resume from it with run.resume: {self.directory.parent}@{older}"
             raise CheckpointRefused(
-                f"{layout.step_folder(self.directory, step)} is damaged and was not loaded:\n  "
+                f"{folder} is damaged and was not loaded:\n  "
                 + "\n  ".join(faults)
                 + "\n"
                 + (cure if older is not None else "no older checkpoint here is good")
             )
-        return read_manifest(layout.step_folder(self.directory, step))
+        return folder, read_manifest(folder)
+
+    def _find(self, step: int) -> Path:
+        """The folder of a step; raises CheckpointRefused where there is none."""
+
+        def find() -> list:
+            entries = self.entries()
+            named = [e.path.name for e in entries if e.step == step and e.status in ("complete", "damaged")]
+            return [named[-1] if named else None, list(layout.complete(entries))]
+
+        name, steps = self.peers.lead(self.peers.name("find"), find)
+        if name is None:
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointRefused(f"{self.directory}: no checkpoint of step {step}; there: {there}")
+        return self.directory / name
 
 
-def restore_subtree(
-    directory: str | PathLike[str],
-    step: int,
-    abstract: Tree,
-    partial: bool = False,
-    *,
-    key: str | None = "params",
-    note: Callable[[str], None] = layout.ignore,
-) -> tuple[Tree, list[str], list[str], list[str]]:
-    """One branch of a saved state, such as the weights without the optimizer's.
-
-    Args:
-      directory: the ``checkpoints`` folder of the run that saved it.
-      step: which checkpoint.
-      abstract: the branch as nested dicts of jax.ShapeDtypeStruct with shardings.
-      partial: let arrays be missing, unexpected or reshaped; they are returned by name.
-      key: the branch's key in the state; None where ``abstract`` holds several whole branches by their keys, such as
-        params and buffers (then other branches are no difference).
-      note: hears about long verification.
-
-    Returns:
-      (the arrays that fit, missing, unexpected, reshaped); names are dotted, without ``key``.
+def refuse_other_values(folder: Path, manifest: dict[str, Any], tree: Tree) -> None:
+    """Compare restored arrays with the hashes taken when they were saved.
 
     Raises:
-      CheckpointRefused: no such step, damaged files, or (without ``partial``) arrays that do not fit.
+      CheckpointRefused: some differ; names them.
     """
-    manager = CheckpointManager(directory, CheckpointConfig(), note=note)
-    folder = layout.step_folder(manager.directory, step)
-    stored = manager.checked_manifest(step)["arrays"]
-    prefixes = (f"{key}.",) if key else tuple(f"{name}." for name in abstract)
-    branch = {
-        name: entry for name, entry in stored.items() if name.startswith(prefixes) or (not key and name in abstract)
-    }
-    if not branch:
-        raise CheckpointRefused(f"{folder} holds no arrays under {' or '.join(p[:-1] for p in prefixes)}")
-    if key:
-        branch = {name.removeprefix(f"{key}."): entry for name, entry in branch.items()}
-    wanted = array_table(abstract)
-    found = differences(branch, wanted)
-    if found.lines() and not partial:
-        cure = "run.init_partial: true begins with the arrays that fit and names the others"
-        raise CheckpointRefused(f"{_refusal(folder, found.lines())}\n{cure}")
-    fitting = {name for name in wanted if branch.get(name) == wanted[name]}
-    if not fitting:
-        return {}, found.missing, found.unexpected, found.reshaped
-    chosen = select(abstract, fitting)
-    tree = read_some(folder, {key: chosen})[key] if key else read_some(folder, chosen)
-    return tree, found.missing, found.unexpected, found.reshaped
-
-
-def _refusal(folder: Path, found: list[str], most: int = 12) -> str:
-    """One screen of differing arrays."""
-    more = [f"... and {len(found) - most} more"] if len(found) > most else []
-    return f"{folder} does not fit this model and was not loaded:\n  " + "\n  ".join(found[:most] + more)
+    saved = manifest["state_hash"]["arrays"]
+    other = [name for name, value in state_hash(tree).items() if saved[name] != value]
+    if other:
+        lines = [f"{name}: other values than were saved" for name in other]
+        raise CheckpointRefused(refusal(folder, lines, "has the files that were written, but came back wrong"))

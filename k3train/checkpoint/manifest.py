@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, the arrays, and what the run says of itself.
+"""The manifest of a checkpoint: size and SHA-256 of every file, the arrays, their hashes, what the run says of itself.
 
 Orbax restores bit-flipped array files without a word (operations.md 2.3), so integrity is ours. The manifest is
 written after everything else and is the commit marker. Imports no JAX.
@@ -15,74 +15,39 @@ from typing import Any
 
 from etils.epath import Path
 
-from k3train.checkpoint.files import files_below, put, sha256, size_of
-from k3train.checkpoint.layout import MANIFEST, ignore
+from k3train.checkpoint.files import evict, files_below, put, sha256, size_of
 
-FORMAT = 1
+MANIFEST = "manifest.json"
+QUARANTINED, RETIRED, KEEP = "quarantined.json", "retired.json", "keep.json"
+MARKERS = (MANIFEST, QUARANTINED, RETIRED, KEEP)
+FORMAT = 2
 _BIG = 1 << 30  # bytes from which hashing is worth a message
+Note = Callable[[str], None]
 
 
-def _digest(content: dict[str, Any]) -> str:
+def ignore(_: str) -> None:
+    """A note nobody wants to read."""
+
+
+def digest(content: dict[str, Any]) -> str:
     """SHA-256 of the manifest's own content, so that a flipped digit in it is seen too."""
     body = {key: value for key, value in content.items() if key != "digest"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _files(folder: Path) -> dict[str, int]:
-    """Size in bytes of each file under the folder but the manifest, by relative name."""
-    return {name: size for name, size in files_below(folder).items() if name != MANIFEST}
-
-
-def _hash_all(folder: Path, sizes: dict[str, int], note: Callable[[str], None]) -> dict[str, str]:
-    """SHA-256 of the named files; several at once, since hashing leaves the interpreter lock."""
-    total = sum(sizes.values())
-    done, said, lock = 0, time.monotonic(), threading.Lock()
-    if total >= _BIG:
-        note(f"hashing {folder}: {total / 2**30:.1f} GiB in {len(sizes)} files")
-
-    def one(name: str) -> str:
-        nonlocal done, said
-        result = sha256(folder / name)
-        with lock:
-            done += sizes[name]
-            if total >= _BIG and time.monotonic() - said > 10:
-                said = time.monotonic()
-                note(f"hashing {folder}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
-        return result
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        # Largest first, so that no thread is left alone with a big one.
-        names = sorted(sizes, key=lambda name: -sizes[name])
-        return dict(zip(names, pool.map(one, names), strict=True))
-
-
-def write_manifest(
-    folder: Path, step: int, arrays: dict[str, list], meta: dict[str, Any], note: Callable[[str], None] = ignore
-) -> None:
-    """Hash the step's files and commit it.
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Commit a step's folder.
 
     Args:
-      folder: the step's folder, complete but for the manifest.
-      step: optimizer steps done.
-      arrays: dtype and shape of every array, by dotted name.
-      meta: JSON the run wants back (step, samples, tokens, config, versions).
-      note: hears about the hashing of big checkpoints.
+      folder: complete but for the manifest.
+      content: ``step``, ``kind``, ``files`` (``{name: {size, sha256}}``), ``arrays`` (dtype and shape by dotted name),
+        ``state_hash``, ``eval`` and ``meta`` (JSON that the run wants back).
 
     Raises:
       UserError: the disk is full (exit 60).
     """
-    sizes = _files(folder)
-    hashes = _hash_all(folder, sizes, note)
-    content = {
-        "format": FORMAT,
-        "step": step,
-        "time": time.time(),
-        "files": {name: {"size": sizes[name], "sha256": hashes[name]} for name in sizes},
-        "arrays": arrays,
-        "meta": meta,
-    }
-    content["digest"] = _digest(content)
-    put(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    content = {"format": FORMAT, "time": time.time(), **content}
+    put(folder / MANIFEST, json.dumps(content | {"digest": digest(content)}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -92,30 +57,98 @@ def read_manifest(folder: Path) -> dict[str, Any]:
       ValueError: it is absent, unreadable, of another format or changed since it was written; the text says which.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
-    if content.get("digest") != _digest(content):
+    if content.get("digest") != digest(content):
         raise ValueError(f"{MANIFEST} has changed since it was written")
     return content
 
 
-def verify_files(folder: Path, manifest: dict[str, Any], note: Callable[[str], None] = ignore) -> list[str]:
-    """What is wrong with the step's files, one line each; empty when all sizes and hashes are as written."""
-    faults, present = [], {}
-    for name, wanted in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
+def share(sizes: dict[str, int], index: int, count: int) -> list[str]:
+    """The files that process ``index`` of ``count`` hashes: dealt out by size, largest first to the least laden."""
+    loads, mine = [0] * count, []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name] + 1  # empty files count too
+        if least == index:
+            mine.append(name)
+    return mine
+
+
+def hash_files(
+    folder: Path, names: list[str], note: Note = ignore, *, fresh: bool = False, advance: Callable[[int], Any] = id
+) -> dict[str, str]:
+    """SHA-256 of the named files; several at once, since hashing leaves the interpreter lock.
+
+    Args:
+      folder: the step's.
+      names: relative to it.
+      note: hears about the hashing of big checkpoints.
+      fresh: read what storage holds rather than the system's memory of what was written, where the system allows.
+      advance: hears the bytes of each file done.
+    """
+    sizes = {name: size_of(folder / name) for name in names}
+    total = sum(sizes.values())
+    done, said, lock = 0, time.monotonic(), threading.Lock()
+    if total >= _BIG:
+        note(f"hashing {folder}: {total / 2**30:.1f} GiB in {len(sizes)} files")
+
+    def one(name: str) -> str:
+        nonlocal done, said
+        if fresh:
+            evict(folder / name)
+        result = sha256(folder / name)
+        with lock:
+            done += sizes[name]
+            advance(sizes[name])
+            if total >= _BIG and time.monotonic() - said > 10:
+                said = time.monotonic()
+                note(f"hashing {folder}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB")
+        return result
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        # Largest first, so that no thread is left alone with a big one.
+        largest_first = sorted(sizes, key=lambda name: -sizes[name])
+        return dict(zip(largest_first, pool.map(one, largest_first), strict=True))
+
+
+def data_files(folder: Path) -> dict[str, int]:
+    """Size in bytes of each file that a manifest must list, by relative name: all but the markers."""
+    return {name: size for name, size in files_below(folder).items() if name not in MARKERS}
+
+
+def verify_share(
+    folder: Path,
+    manifest: dict[str, Any],
+    note: Note = ignore,
+    *,
+    index: int = 0,
+    count: int = 1,
+    fresh: bool = False,
+    advance: Callable[[int], Any] = id,
+) -> list[str]:
+    """What is wrong with this process's share of the step's files, one line each; empty when all are as written.
+
+    Arguments as ``hash_files`` and ``share``.
+    """
+    wanted = manifest["files"]
+    faults, present = [], []
+    for name in share({name: entry["size"] for name, entry in wanted.items()}, index, count):
+        try:
+            size = size_of(folder / name)
+        except FileNotFoundError:
             faults.append(f"{name} is missing")
-        elif (size := size_of(path)) != wanted["size"]:
-            faults.append(f"{name} has {size} bytes, {wanted['size']} were written")
+            continue
+        if size != wanted[name]["size"]:
+            faults.append(f"{name} has {size} bytes, {wanted[name]['size']} were written")
         else:
-            present[name] = size
-    hashes = _hash_all(folder, present, note)
+            present.append(name)
+    hashes = hash_files(folder, present, note, fresh=fresh, advance=advance)
     return faults + [
         f"{name} has changed since it was written (SHA-256 differs)"
         for name in present
-        if hashes[name] != manifest["files"][name]["sha256"]
+        if hashes[name] != wanted[name]["sha256"]
     ]

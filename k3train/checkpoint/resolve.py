@@ -6,7 +6,8 @@ from typing import NamedTuple
 from etils.epath import Path
 
 from k3train.checkpoint.errors import CheckpointRefused
-from k3train.checkpoint.layout import FOLDER, MANIFEST, list_steps
+from k3train.checkpoint.layout import FOLDER, complete, list_steps, scan
+from k3train.checkpoint.manifest import MANIFEST
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 
@@ -28,20 +29,30 @@ def resolve_resume(resume: str, run_dir: str | PathLike[str]) -> Found | None:
       run_dir: the run's folder.
 
     Raises:
-      UserError: exit 31 where the named checkpoint is not there, exit 33 for ``never`` on a folder with checkpoints.
+      UserError: exit 31 where the named checkpoint is not there, or the folder holds checkpoints of which none is
+        usable; exit 33 for ``never`` on a folder with checkpoints.
     """
     own = Path(run_dir) / FOLDER
     if resume in ("auto", "must", "never"):
-        steps = list_steps(own)
-        if resume == "never" and steps:
+        entries = [entry for entry in scan(own) if entry.status != "unfinished"]
+        steps = list(complete(entries))
+        if resume == "never" and entries:
             raise UserError(
-                f"{run_dir}: run.resume is never, but the folder holds checkpoints (steps {_steps(steps)}); "
-                "choose another run.dir, or run.resume: auto to go on from the newest",
+                f"{run_dir}: run.resume is never, but the folder holds checkpoints (steps "
+                f"{_steps(sorted({entry.step for entry in entries}))}); choose another run.dir, or run.resume: auto to "
+                "go on from the newest",
                 ExitCode.RUN_FOLDER,
+            )
+        if entries and not steps:
+            # Starting anew here would bury what a repair might bring back.
+            lines = "\n".join(f"  {entry.path}: {entry.status}: {entry.reason}" for entry in entries[-12:])
+            raise CheckpointRefused(
+                f"{own}: there are checkpoints, but none that can be used:\n{lines}\n"
+                "Nothing was loaded and nothing deleted. Mend them, or move the run folder aside to start anew"
             )
         if resume == "must" and not steps:
             raise CheckpointRefused(f"{own}: run.resume is must, but there is no checkpoint; auto would start anew")
-        return Found(own, steps[-1]) if steps and resume != "never" else None
+        return Found(own, steps[-1]) if steps else None
     if "@" not in resume:
         raise CheckpointRefused(f"run.resume: {resume!r} is none of auto, must, never, PATH@STEP and PATH@latest")
     return locate(resume, "run.resume")
@@ -61,8 +72,14 @@ def locate(text: str, key: str = "run.init_from") -> Found:
     path = Path(place if at else text).expanduser()
     if not path.is_dir():
         raise CheckpointRefused(f"{key}: {path} is not a folder")
-    if not at and path.name.isdigit() and (path / MANIFEST).is_file():
-        return Found(path.parent, int(path.name))
+    if not at and (path / MANIFEST).exists():
+        entries = scan(path.parent)
+        entry = next((entry for entry in entries if entry.path == path), None)
+        if entry is None:
+            raise CheckpointRefused(f"{key}: {path} is not named like a step")
+        if complete(entries).get(entry.step) != entry:
+            raise CheckpointRefused(f"{key}: {path} is no checkpoint: {entry.status}: {entry.reason}")
+        return Found(path.parent, entry.step)
     directory = path / FOLDER if (path / FOLDER).is_dir() else path
     steps = list_steps(directory)
     if not steps:

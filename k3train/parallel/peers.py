@@ -49,13 +49,13 @@ class Peers:
         self._serials: defaultdict[str, itertools.count] = defaultdict(itertools.count)
 
     @classmethod
-    def of_this_run(cls) -> "Peers":
+    def of_this_run(cls, timeout_s: float = 600.0) -> "Peers":
         """The processes that ``jax.distributed`` joined."""
         if jax.process_count() == 1:
             return cls()
         from jax._src.distributed import global_state  # the service has no public door
 
-        return cls(global_state.client, jax.process_index(), jax.process_count())
+        return cls(global_state.client, jax.process_index(), jax.process_count(), timeout_s)
 
     @property
     def leads(self) -> bool:
@@ -75,26 +75,34 @@ class Peers:
         """
         if self._store is None:
             return [act()]
-        error, value = None, None
-        try:
-            value = act()
-        except BaseException as caught:
-            error = caught
-        said = {"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"}
-        self._store.key_value_set(f"{name}/{self.index}", json.dumps(said))
-        if error is not None:
-            raise error
+        self._tell(self._store, name, act)
         return [self._answer(self._store, name, process) for process in range(self.count)]
 
     def lead(self, name: str, act: Callable[[], Any]) -> Any:
         """Run ``act`` on process 0 only; what it returned, on every process. Raises like ``together``."""
-        return self.together(name, lambda: act() if self.leads else None)[0]
+        if self._store is None:
+            return act()
+        if self.leads:
+            self._tell(self._store, name, act)
+        return self._answer(self._store, name, 0)
 
     def forget(self, *names: str) -> None:
         """Take this process's answers back, once no process can still be reading them."""
         if self._store is not None:
             for name in names:
                 self._store.key_value_delete(f"{name}/{self.index}")
+
+    def _tell(self, store: Store, name: str, act: Callable[[], Any]) -> None:
+        """Run ``act`` and publish what came of it."""
+        error, value = None, None
+        try:
+            value = act()
+        except BaseException as caught:
+            error = caught
+        said = {"value": value, "error": None if error is None else f"{type(error).__name__}: {error}"}
+        store.key_value_set(f"{name}/{self.index}", json.dumps(said))
+        if error is not None:
+            raise error
 
     def _answer(self, store: Store, name: str, process: int) -> Any:
         try:

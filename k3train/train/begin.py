@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import jax
 
-from k3train.checkpoint.manager import CheckpointManager, restore_subtree
+from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.resolve import locate, resolve_resume
+from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.run.branch import way_to_go_on
@@ -36,9 +37,9 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     found = resolve_resume(resume, manager.directory.parent)
     if found is None:
         state = parts.factory.fresh(run.seed)
-        return Begun(_with_weights_of(parts, state, say) if run.init_from else state, 0, 0, 0)
+        return Begun(_with_weights_of(parts, state, manager, say) if run.init_from else state, 0, 0, 0)
     own = found.directory == manager.directory
-    source = manager if own else CheckpointManager(found.directory, parts.exp.checkpoint, note=say)
+    source = manager if own else CheckpointManager(found.directory, parts.exp.checkpoint, peers=manager.peers, note=say)
     step = found.step
     if resume in ("auto", "must"):
         good = manager.newest_good()
@@ -65,13 +66,13 @@ def _samples(parts: Assembly, meta: dict, say: Say) -> int:
     return meta["samples"] * was // now
 
 
-def _with_weights_of(parts: Assembly, state: State, say: Say) -> State:
+def _with_weights_of(parts: Assembly, state: State, manager: CheckpointManager, say: Say) -> State:
     """``state`` with the weights and router biases of ``run.init_from``."""
     run = parts.exp.run
     found = locate(run.init_from or "")
     wanted = {name: parts.factory.abstract[name] for name in ("params", "buffers")}
     loaded, missing, unexpected, reshaped = restore_subtree(
-        found.directory, found.step, wanted, run.init_partial, key=None, note=say
+        found.directory, found.step, wanted, run.init_partial, key=None, peers=manager.peers, note=say
     )
     for what, names in (
         ("kept fresh, not in the checkpoint", missing),

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from k3train.checkpoint.manager import restore_subtree
 from k3train.checkpoint.resolve import locate
+from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.load import load
 from k3train.data.store import Store

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from k3train.checkpoint.errors import SaveFailed
 from k3train.checkpoint.manager import CheckpointManager
+from k3train.checkpoint.policies import Kind
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.section import Drift
@@ -26,6 +28,7 @@ from k3train.optim.groups import render as render_groups
 from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding, sharding_report
 from k3train.parallel.axes import render as render_shards
+from k3train.parallel.peers import Peers
 from k3train.run.branch import parent_of
 from k3train.run.directory import RunDirectory
 from k3train.run.environment import facts, versions
@@ -72,13 +75,14 @@ class Run:
         self.parts = assemble(exp)
         self.exp = self.parts.exp
         store = open_data(exp, self.console.print)
+        self.store_fingerprint = store.fingerprint
         folder.claim(STORE_KEY, store.fingerprint)
         folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
         self.manager = CheckpointManager(
             folder.checkpoints,
             exp.checkpoint,
-            process=distributed.process_index(),
-            barrier=distributed.barrier,
+            peers=Peers.of_this_run(60 * exp.checkpoint.timeout_minutes),
+            run_id=folder.run_id if main else None,
             note=self.say,
         )
         self.state, self.first, self.samples, self.tokens = begin(self.parts, self.manager, self.say)
@@ -176,14 +180,19 @@ class Run:
             self.evaluate(step)
         if self.exp.sample.every and step % self.exp.sample.every == 0 and not last:
             self.sample(step)
-        due = self.manager.should_save(step, self.last_save)
-        if self.exp.checkpoint.every_minutes is not None:  # clocks differ between hosts
-            due = distributed.broadcast(due)
-        if due and not last:
-            self.save(step)
+        self.counting_failures(self.manager.poll)
+        kind = self.manager.should_save(step, self.last_save)
+        if kind is not None and not last:
+            self.counting_failures(lambda: self.save(step, kind))
+
+    def counting_failures(self, act: Callable[[], Any]) -> None:
+        """Calls ``act``; a failed save is reported and counted, and ends the run after too many in a row."""
         try:
-            self.manager.poll()
+            act()
         except SaveFailed as error:
+            self.recorder.note(ckpt__failures=self.manager.failures)
+            if self.manager.exhausted:
+                raise
             self.say(f"WARNING: {error}")
 
     def evaluate(self, step: int) -> None:
@@ -195,6 +204,7 @@ class Run:
         score = self.evaluator(self.state["params"], self.state["buffers"])
         seconds = time.monotonic() - began
         self.recorder.pause(seconds)
+        self.manager.note_score(step, score.loss)
         self.recorder.event(
             Moment(step, self.samples, self.tokens),
             {
@@ -226,7 +236,7 @@ class Run:
             self.recorder.sample(step, prompt, text)
         self.recorder.pause(time.monotonic() - began)
 
-    def save(self, step: int, block: bool = False) -> None:
+    def save(self, step: int, kind: Kind, block: bool = False) -> None:
         """Begins a checkpoint of the present state."""
         began = time.monotonic()
         meta = {
@@ -234,26 +244,33 @@ class Run:
             "samples": self.samples,
             "tokens": self.tokens,
             "config": self.exp.model_dump(mode="json"),
+            "seed": self.exp.run.seed,
+            "store": self.store_fingerprint,
             "versions": versions(),
+            "mesh": dict(self.parts.mesh.shape),
+            "processes": distributed.process_count(),
             "run_id": self.folder.run_id if self.main else None,
         }
-        self.manager.save(step, self.state, meta, block=block)
+        self.manager.save(step, self.state, meta, block=block, kind=kind)
         self.last_save, self.saved = time.monotonic(), step
         seconds = time.monotonic() - began
         self.recorder.pause(seconds)
-        self.recorder.note(perf__save_block_s=seconds)
+        self.recorder.note(perf__save_block_s=seconds, ckpt__failures=self.manager.failures)
 
-    def save_at_end(self, step: int) -> None:
+    def save_at_end(self, step: int, kind: Kind) -> None:
         """Makes sure that the present state is saved, and waits for it."""
         if self.saved == step:
-            self.manager.wait()
-        elif step > 0:
-            self.save(step, block=True)
+            try:
+                return self.manager.wait()
+            except SaveFailed as error:
+                self.say(f"WARNING: {error}; trying once more")
+        if step > 0:
+            self.save(step, kind, block=True)
 
     def halt(self, step: int, code: ExitCode, reason: str) -> tuple[ExitCode, str, int]:
         """Saves and leaves before the run's end."""
         self.recorder.flush()
-        self.save_at_end(step)
+        self.save_at_end(step, "temporary")
         self.say(
             f"{reason}; state of step {step} saved in {self.manager.directory}" if step else f"{reason}; no step done"
         )
@@ -264,7 +281,7 @@ class Run:
         self.recorder.flush()
         if step > self.first:
             self.evaluate(step)
-            self.save_at_end(step)
+            self.save_at_end(step, "final")
             self.sample(step)
         self.say(f"finished at step {step}; the run lies in {self.folder.path}")
         return ExitCode.FINISHED, "finished", step

@@ -16,14 +16,15 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import jax, numpy as np
-from k3train.checkpoint import manager as module
+from k3train.checkpoint import save as module
 from k3train.checkpoint.config import CheckpointConfig
+from k3train.checkpoint.manager import CheckpointManager
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 directory, moment = Path(sys.argv[1]), sys.argv[2]
-manager = module.CheckpointManager(directory, CheckpointConfig())
+manager = CheckpointManager(directory, CheckpointConfig())
 state = {"w": jax.device_put(np.random.default_rng(0).normal(size=(1024, 4096)).astype(np.float32))}
 manager.save(1, state, {"step": 1}, block=True)
 if moment == "before the manifest":

@@ -1,7 +1,10 @@
 """Reading run.resume and run.init_from."""
 
 import pytest
+from etils.epath import Path
 
+from k3train.checkpoint.layout import mark
+from k3train.checkpoint.manifest import RETIRED, write_manifest
 from k3train.checkpoint.resolve import Found, locate, resolve_resume
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
@@ -9,11 +12,13 @@ from k3train.config.exit_codes import ExitCode
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with complete steps 10 and 20 and a broken-off 30."""
-    for step in (10, 20, 30):
-        (tmp_path / "old" / "checkpoints" / str(step)).mkdir(parents=True)
-    for step in (10, 20):
-        (tmp_path / "old" / "checkpoints" / str(step) / "manifest.json").write_text("{}")
+    """A run folder with complete steps 10 and 20, the latter twice, and a broken-off 30."""
+    directory = tmp_path / "old" / "checkpoints"
+    for name in ("10", "20", "20-2", "30"):
+        (directory / name).mkdir(parents=True)
+        if name != "30":
+            write_manifest(Path(directory / name), {"step": int(name[:2]), "meta": {}})
+    mark(Path(directory / "20"), RETIRED, "the run went on from step 10")
     return tmp_path / "old"
 
 
@@ -62,6 +67,9 @@ def test_errors(run, tail, message):
 def test_locate_weights(run, tmp_path):
     for text, step in ((f"{run}", 20), (f"{run}/checkpoints", 20), (f"{run}/checkpoints/10", 10), (f"{run}@10", 10)):
         assert locate(text) == (run / "checkpoints", step)
+    assert locate(f"{run}/checkpoints/20-2") == (run / "checkpoints", 20)
+    with pytest.raises(UserError, match=r"checkpoints/20 is no checkpoint: retired: the run went on from step 10"):
+        locate(f"{run}/checkpoints/20")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"run.init_from: .*empty holds no complete checkpoint"):
         locate(str(tmp_path / "empty"))
