@@ -19,6 +19,10 @@ _EOS = ("</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<|endoftext|>", "<|eos|>",
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 
 
+_CONFIG = "tokenizer_config.json"
+_MOST_IDS = 2**31
+
+
 class Tokenizer(Protocol):
     """What the data room and the sampler ask of a tokenizer."""
 
@@ -91,10 +95,12 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size == 0:
             raise UserError(f"{path}: the tokenizer has no vocabulary")
-        named = _special_names(file.with_name("tokenizer_config.json"))
-        self.bos_id = self._find(named.get("bos_token"), _BOS)
-        self.eos_id = self._find(named.get("eos_token"), _EOS)
-        self.pad_id = self._find(named.get("pad_token"), _PAD)
+        if self.vocab_size > _MOST_IDS:
+            raise UserError(f"{path}: token id {self.vocab_size - 1} does not fit 32 bits; the file is damaged")
+        named = _special_names(file.with_name(_CONFIG))
+        self.bos_id = self._find(file, named, "bos_token", _BOS)
+        self.eos_id = self._find(file, named, "eos_token", _EOS)
+        self.pad_id = self._find(file, named, "pad_token", _PAD)
         self.fingerprint = _fingerprint(self, file.read_bytes())
 
     def encode(self, text: str) -> np.ndarray:
@@ -121,12 +127,17 @@ class HuggingFaceTokenizer:
         inside = values[(values >= 0) & (values < self.vocab_size)]
         return self._tokenizer.decode(inside.tolist(), skip_special_tokens=True)
 
-    def _find(self, named: str | None, usual: tuple[str, ...]) -> int | None:
+    def _find(self, file: Path, named: dict[str, str], key: str, usual: tuple[str, ...]) -> int | None:
+        """Id of a special token: the one that is named, else the first usual one, among the added tokens."""
         added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
-        for name in (named, *usual):
-            if name in added:
-                return added[name]
-        return None
+        if key in named and named[key] not in added:
+            raise UserError(
+                f"{file.with_name(_CONFIG)}: {key} is {named[key]!r}, none of the added tokens of {file.name}; "
+                "mend the name, or bring the file that belongs to it"
+            )
+        if key in named:
+            return added[named[key]]
+        return next((added[name] for name in usual if name in added), None)
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -140,7 +151,12 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
             return ByteTokenizer()
         case "huggingface":
             assert config.path is not None  # the config section sees to it
-            return HuggingFaceTokenizer(config.path)
+            try:
+                return HuggingFaceTokenizer(config.path)
+            except OSError as error:
+                raise UserError(
+                    f"data.tokenizer.path: {config.path} cannot be read ({error.strerror or error})"
+                ) from error
 
 
 def _load(file: Path) -> Any:
@@ -165,6 +181,8 @@ def _special_names(file: Path) -> dict[str, str]:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file}: not JSON ({error}); mend it or move it away") from error
+    if not isinstance(entries, dict):
+        raise UserError(f"{file}: not a JSON object of names; mend it or move it away")
     names = {}
     for key in ("bos_token", "eos_token", "pad_token"):
         value = entries.get(key)

@@ -92,6 +92,37 @@ def test_huggingface_names_from_the_sidecar(tokenizer_file, tmp_path):
     assert named.fingerprint != plain.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", "tokenizer_config.json: not a JSON object of names"),
+        ("null", "tokenizer_config.json: not a JSON object of names"),
+        ('{"bos_token": "<nope>"}', "bos_token is '<nope>', none of the added tokens of tokenizer.json"),
+        ('{"eos_token": {"content": "e"}}', "eos_token is 'e', none of the added tokens"),
+    ],
+)
+def test_huggingface_sidecars_that_do_not_fit(tokenizer_file, tmp_path, content, says):
+    """Another token is never taken silently."""
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match=says):
+        load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokenizer.json")))
+
+
+def test_huggingface_ids_beyond_32_bits(tokenizer_file, tmp_path):
+    content = json.loads(tokenizer_file.read_text())
+    content["model"]["vocab"]["x" * 9] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="token id 2147483648 does not fit 32 bits"):
+        load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokenizer.json")))
+
+
+def test_huggingface_file_that_cannot_be_looked_at(tokenizer_file, tmp_path, as_nobody):
+    (tmp_path / "closed").mkdir(mode=0o700)
+    with as_nobody(), pytest.raises(UserError, match=r"data.tokenizer.path: .* cannot be read .Permission denied"):
+        load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path / "closed" / "tokenizer.json")))
+
+
 def test_huggingface_without_specials_says_none(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"a": 0, "b": 1, "u": 2}, unk_token="u")
