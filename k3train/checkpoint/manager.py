@@ -1,7 +1,7 @@
 """The checkpoints of a run: when to save, which are good, what to go on from.
 
-One save is under way at a time (checkpoint/save.py). With several processes every method but
-``should_save``, ``poll`` and ``note_score`` is called by all of them at the same step; process 0 decides, writes and deletes.
+One save is under way at a time (checkpoint/save.py). With several processes every method but ``should_save``, ``poll``
+and ``note_score`` is called by all of them at the same step; process 0 decides, writes and deletes.
 """
 
 import json

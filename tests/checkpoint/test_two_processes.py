@@ -1,60 +1,61 @@
-"""Two processes save together; one restores. Process 0 commits, and both know when it has."""
+"""2, then 4, then 1, then 2 processes save and restore one another's checkpoints; the state's hash stays the same."""
 
+import json
+import os
+import pathlib
 import socket
 import subprocess
 import sys
 
-import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
+import pytest
+from small_state import biggest, flip
 
-from k3train.checkpoint.config import CheckpointConfig
-from k3train.checkpoint.manager import CheckpointManager
-
-WORKER = """
-import sys
-from pathlib import Path
-import jax, numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax._src import distributed
-from k3train.checkpoint.config import CheckpointConfig
-from k3train.checkpoint.manager import CheckpointManager
-
-directory, port, index = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(f"localhost:{port}", 2, index)
-sharding = NamedSharding(Mesh(np.array(jax.devices()), ("fsdp",)), PartitionSpec("fsdp"))
-whole = np.arange(64, dtype=np.float32).reshape(8, 8)
-state = {"w": jax.make_array_from_callback((8, 8), sharding, lambda at: whole[at])}
-barrier = lambda name: distributed.global_state.client.wait_at_barrier(name, 60_000)
-manager = CheckpointManager(directory, CheckpointConfig(), process=index, barrier=barrier)
-manager.save(3, state, {"step": 3})
-manager.wait()
-assert manager.steps() == [3]
-abstract = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)}
-restored, meta = manager.restore(3, abstract)
-for shard in restored["w"].addressable_shards:
-    assert np.array_equal(shard.data, whole[shard.index])
-"""
+WORKER = pathlib.Path(__file__).with_name("worker.py")
 
 
-def test_two_processes_save_and_one_restores(tmp_path):
+def run(directory, count, *steps):
+    """What each of ``count`` processes of two devices each printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", WORKER, str(tmp_path), str(port)]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     workers = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for i in (0, 1)
+        subprocess.Popen(
+            [sys.executable, WORKER, directory, str(port), str(count), str(index), *map(str, steps)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(count)
     ]
     try:
-        for worker in workers:
-            output, _ = worker.communicate(timeout=100)
-            assert worker.returncode == 0, output
+        outputs = [worker.communicate(timeout=150) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    manager = CheckpointManager(tmp_path, CheckpointConfig())
-    sharding = SingleDeviceSharding(jax.devices()[0])
-    state, meta = manager.restore(3, {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)})
-    assert np.array_equal(state["w"], np.arange(64, dtype=np.float32).reshape(8, 8)) and meta == {"step": 3}
+    for worker, (_, errors) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_reads_what_any_other_wrote(tmp_path):
+    directory = tmp_path / "checkpoints"
+    two = run(directory, 2, 10)
+    manifest = json.loads((directory / "10" / "manifest.json").read_text())
+    for one in two:
+        assert one["hash"] == manifest["state_hash"]["all"]
+        assert "process 1" in one["failed"] or "No space left" in one["failed"]
+        assert one["failures"] == 1 and one["after"] == [0, [10, 12]]
+    # Each hashed a share, and together every file.
+    shares = [set(one["share"]) for one in two]
+    assert all(shares) and {pathlib.Path(name).name for name in manifest["files"]} == set.union(*shares)
+
+    flip(biggest(directory / "12"))  # all processes pass it over, process 0 quarantines it
+    four = run(directory, 4, 20, 10)
+    assert (directory / "12" / "quarantined.json").exists()
+    assert any("12" in note and "quarantined" in note for note in four[0]["notes"])
+    one = run(directory, 1, 30, 22)
+    again = run(directory, 2, 40, 30)
+    assert {out["hash"] for out in [*two, *four, *one, *again]} == {manifest["state_hash"]["all"]}
