@@ -5,8 +5,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from k3train.config.drift import classes
 from k3train.config.schema import section_of
-from k3train.config.section import Section
+from k3train.config.section import Drift, Section
 from k3train.config.show import literal
 
 # Bounds from here up are those of 64-bit arrays, which every whole number has.
@@ -19,21 +20,24 @@ This page is made from the sections' own classes by `k3train config schema --mar
 How files are read, merged and overridden stands in [concepts.md](concepts.md).
 
 A key is written nested in YAML, or dotted on the command line (`optim.muon.lr=0.01`). A section that says nothing
-else has all its defaults when it is left out."""
+else has all its defaults when it is left out.
+
+The last column says what may become of a key when a run goes on: a *frozen* one never changes within a run, a *branch*
+one only in a run folder of its own, a *free* one at any time ([concepts.md](concepts.md#the-run-folder))."""
 
 
 def markdown(schema: type[Section]) -> str:
     """A Markdown page of ``schema`` (``k3train.experiment.Experiment``).
 
-    One heading a section, one table row a key with type, default and meaning.
+    One heading a section, one table row a key with type, default, meaning and drift class.
     """
-    parts = [INTRODUCTION]
+    parts, known = [INTRODUCTION], classes(schema)
     for name, section, optional in _sections(schema):
         about = _tidy(section.__doc__ or "") + (" The section may be `null`, its default." if optional else "")
         parts.append(f"## {name}\n\n{about}")
-        rows = _rows(section, name)
+        rows = _rows(section, name, known)
         if rows:
-            head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+            head = ["| key | type | default | meaning | on resume |", "|---|---|---|---|---|"]
             parts.append("\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)]))
     return "\n\n".join(parts)
 
@@ -49,13 +53,14 @@ def _sections(schema: type[Section], prefix: str = "", optional: bool = False) -
             yield from _sections(inner, f"{prefix}.{name}" if prefix else name, nullable)
 
 
-def _rows(section: type[Section], prefix: str) -> list[tuple[str, str, str, str]]:
+def _rows(section: type[Section], prefix: str, known: dict[str, Drift]) -> list[tuple[str, ...]]:
     properties = section.model_json_schema()["properties"]
     rows = []
     for name, field in section.model_fields.items():
         if section_of(field.annotation) is None:
             default = "required" if field.is_required() else f"`{literal(field.default)}`"
-            rows.append((f"`{prefix}.{name}`", _type(properties[name]), default, _tidy(field.description or "")))
+            key, meaning = f"{prefix}.{name}", _tidy(field.description or "")
+            rows.append((f"`{key}`", _type(properties[name]), default, meaning, known[key]))
     return rows
 
 
