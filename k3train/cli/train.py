@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import time
 from typing import TYPE_CHECKING
 
 from k3train.config.errors import UserError
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: see ``train/loop.py``.
     """
+    began = time.time()
+
     from k3train.config.load import load
     from k3train.experiment import Experiment
 
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     from k3train.parallel import distributed
 
-    distributed.initialize()
+    distributed.initialize(peer_timeout_s=exp.run.peer_timeout_s)
 
     if args.branch is not None:
         exp = _branch(exp, args.branch)
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with lasting_output():
-            return int(train(exp))
+            return int(train(exp, began))
     except DriftRefused as refusal:
         if not refusal.branchable:
             raise

@@ -21,4 +21,5 @@ class ExitCode(IntEnum):
     RUN_FOLDER = 33
     NON_FINITE = 40
     WATCHDOG = 50
+    PEER_LOST = 51
     SAVE_FAILED = 60

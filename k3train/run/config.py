@@ -1,6 +1,33 @@
-"""The run section: where a run lives and how it starts. Imports no JAX."""
+"""The run section: where a run lives, how it starts, and when it counts as stuck or dead. Imports no JAX."""
 
-from k3train.config.section import Frozen, NonNegative, PathText, Section
+from typing import Annotated
+
+from pydantic import Field
+
+from k3train.config.section import Frozen, NonNegative, PathText, PositiveFloat, Section
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class WatchdogConfig(Section, drift="free"):
+    """Seconds without progress after which a phase counts as stuck; 0 never."""
+
+    start_s: Seconds = 3600.0
+    """Preparing data, making or restoring the state."""
+    compile_s: Seconds = 7200.0
+    """Compiling."""
+    data_s: Seconds = 600.0
+    """Waiting for a batch."""
+    step_s: Seconds = 1200.0
+    """One training step, and what the host does beside it."""
+    eval_s: Seconds = 1200.0
+    """One batch of an evaluation."""
+    save_s: Seconds = 3600.0
+    """Waiting for a checkpoint to be written."""
+    sample_s: Seconds = 1200.0
+    """Writing one sample text."""
+    grace_s: Seconds = 60.0
+    """Time between writing the stacks down and ending the process (exit 50)."""
 
 
 class RunConfig(Section, drift="free"):
@@ -16,3 +43,7 @@ class RunConfig(Section, drift="free"):
     """Run folder or checkpoint whose weights (and nothing else) the run begins with."""
     init_partial: Frozen[bool] = False
     """Let ``init_from`` lack arrays or hold others of another shape; each is named."""
+    peer_timeout_s: PositiveFloat = 30.0
+    """Seconds without a sign of life after which a process of the run counts as dead and all end."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Time limits by phase."""

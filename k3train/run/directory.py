@@ -5,7 +5,7 @@ experiment.json  run id, the config it began with, its fingerprint, and the run 
 config.yaml      the resolved config of the latest attempt
 attempts.jsonl   a line at each start and each end
 events.jsonl     branches and changes of the config, by step
-exit.json        how the latest attempt ended, or that it runs
+status.json      run/status.py
 metrics.jsonl    metrics/writers/jsonl.py
 checkpoints/     checkpoint/layout.py
 """
@@ -31,10 +31,13 @@ from k3train.config.section import Drift
 from k3train.config.storage import storage, write_whole
 from k3train.config.yaml_reader import scalar
 from k3train.experiment import Experiment
+from k3train.metrics.goodput import attempts_of
 from k3train.run.identity import Parent, refuse
 from k3train.run.lock import RunLock
+from k3train.run.phases import Phases
+from k3train.run.status import Status, lost_line, read_status
 
-LOCK, EXPERIMENT, CONFIG, ATTEMPTS, EXIT = "run.lock", "experiment.json", "config.yaml", "attempts.jsonl", "exit.json"
+LOCK, EXPERIMENT, CONFIG, ATTEMPTS = "run.lock", "experiment.json", "config.yaml", "attempts.jsonl"
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 # Facts of an attempt's surroundings that its numbers may depend on.
 _DERIVED = ("versions", "git_commit", "xla_flags", "devices", "processes")
@@ -61,6 +64,8 @@ class RunDirectory:
         """Number of the present attempt, from 1; 0 before ``begin_attempt``."""
         self.changes: list[Change] = []
         """Keys that differ from the latest attempt's, or from the parent's where this folder is new."""
+        self.status: Status | None = None
+        """status.json, from ``begin_attempt`` on; process 0 only."""
         self._lock: RunLock | None = None
         self._config, self._parent = config, parent
         if not main:
@@ -139,13 +144,25 @@ class RunDirectory:
         """The folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
-    def begin_attempt(self, facts: Mapping[str, Any], resumed_step: int | None = None) -> int:
-        """Record a start: ``facts`` of run/environment.py, the step resumed from. Returns the attempt's number."""
+    def begin_attempt(
+        self, facts: Mapping[str, Any], resumed_step: int | None = None, phases: Phases | None = None
+    ) -> int:
+        """Record a start: ``facts`` of run/environment.py, the step resumed from, the attempt's clock.
+
+        Returns the attempt's number.
+        """
         if self._lock is None:
             return 0
-        earlier = read_attempts(self.path)
+        phases = phases or Phases()
+        phases.step = resumed_step or 0
+        earlier, before_status = read_attempts(self.path), read_status(self.path)
         starts = [line for line in earlier if line["event"] == "start"]
         self.attempt = len(starts) + 1
+        own = [line for line in earlier if line["event"] in ("start", "end", "lost")]
+        previous_ended = own[-1]["event"] == "end" if own else None
+        if own and own[-1]["event"] == "start":
+            earlier.append(lost_line(before_status, self.attempt - 1))
+            self._append(ATTEMPTS, earlier[-1])
         before = starts[-1] if starts else {}
         names = [name for name in _DERIVED if name in before and name in facts]
         self.changes = [
@@ -155,11 +172,12 @@ class RunDirectory:
         line = {
             "event": "start",
             "attempt": self.attempt,
+            "began": time.time() - sum(phases.look().seconds.values()),
             "time": time.time(),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "resumed_step": resumed_step,
-            "previous_ended": earlier[-1]["event"] == "end" if earlier else None,
+            "previous_ended": previous_ended,
             "changes": _plain_changes(self.changes),
             **facts,
         }
@@ -168,20 +186,26 @@ class RunDirectory:
             self.event("branch", self._parent.step, parent=_record(self._parent))
         elif self.changes:
             self.event("config", resumed_step or 0, changes=_plain_changes(self.changes))
-        running = {"attempt": self.attempt, "state": "running", "pid": os.getpid(), "host": socket.gethostname()}
-        write_whole(self.path / EXIT, json.dumps(running) + "\n")
+        last_exit = (before_status or {}).get("last_exit")
+        self.status = Status(self.path, self.attempt, phases, attempts_of(earlier), last_exit)
+        self.status.write()
         return self.attempt
 
     def end_attempt(self, code: int, reason: str, step: int | None = None) -> None:
-        """Record the end in attempts.jsonl and exit.json: exit code, its name, the reason in words, the last step."""
-        if self._lock is None or not self.attempt:
+        """Record the end in attempts.jsonl and status.json: exit code, its name, the reason in words, the last step."""
+        if self._lock is None:
             return
         name = ExitCode(code).name.lower() if code in list(ExitCode) else "unknown"
         end = {"attempt": self.attempt, "time": time.time(), "code": int(code), "name": name, "reason": reason}
         end["step"] = step
-        # exit.json first: it is what requeue logic reads.
-        write_whole(self.path / EXIT, json.dumps({"state": "ended", **end}) + "\n")
-        self._append(ATTEMPTS, {"event": "end", **end})
+        event, status = "end", self.status
+        if status is None:  # it never came to an attempt: data or a checkpoint were refused
+            earlier = read_attempts(self.path)
+            event, end["attempt"] = "refused", len([line for line in earlier if line["event"] == "start"])
+            status = Status(self.path, end["attempt"], Phases(), attempts_of(earlier), None)
+        # status.json first: it is what requeue logic reads.
+        status.end(end)
+        self._append(ATTEMPTS, {"event": event, **end, "seconds": status.seconds()})
 
     def event(self, name: str, step: int, **content: Any) -> None:
         """Write down in events.jsonl what happened to the run after ``step``."""

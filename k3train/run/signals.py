@@ -1,62 +1,107 @@
-"""Signals become a wish that the loop reads between its steps. One process; imports no JAX.
+"""Signals become a wish that the loop reads between its steps. Imports no JAX.
 
-SIGINT: finish the step, save, exit 13; a second one ends the process at once with 130. SIGTERM and SIGUSR2 (the warning
-of a batch system): save, exit 10. The loop should also look while it evaluates, samples or waits for data.
+SIGTERM: preempted. SIGUSR2: the time limit comes (a batch system's warning). SIGINT: the user; a second one ends the
+process at once with 130. A thread of its own hears them, so that they are heard while the main thread waits in C code.
 """
 
 import os
 import signal
-from types import FrameType, TracebackType
-from typing import Literal
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
 
 from k3train.config.exit_codes import ExitCode
 
-_PREEMPTING = (signal.SIGTERM, signal.SIGUSR2)
+SAVED = {
+    "SIGTERM": ExitCode.PREEMPTED_SAVED,
+    "SIGUSR2": ExitCode.TIME_LIMIT_SAVED,
+    "SIGINT": ExitCode.STOPPED_SAVED,
+}
+"""How a run ends that was asked to by a signal and lost nothing."""
+_WORDS = {
+    "SIGTERM": "preempted by the system (SIGTERM)",
+    "SIGUSR2": "the time limit comes (SIGUSR2)",
+    "SIGINT": "stopped by the user (SIGINT)",
+}
+_KILLED = 130
+
+
+def exit_code(name: str, kept: bool, began: bool = True) -> ExitCode:
+    """How a run ends that the signal ``name`` asked to.
+
+    Args:
+      name: SIGTERM, SIGUSR2 or SIGINT.
+      kept: a verified checkpoint holds the present state.
+      began: the run has done a step, in this attempt or before. A user who stops a run that has not lost nothing.
+    """
+    return SAVED[name] if kept or (name == "SIGINT" and not began) else ExitCode.PREEMPTED_LOST
 
 
 class StopRequest:
-    """Catches the signals while it is entered (main thread only) and gives the old handlers back.
+    """Hears the signals while it is entered (main thread only) and gives the old handlers back.
 
     ``bool(request)`` says whether to stop; the first signal decides why.
+
+    Args:
+      forward: with several processes: hears the name of each SIGUSR2 and SIGINT, from a thread. SIGTERM is then left
+        to JAX, which has its own handler; a second owner would silence it (operations.md 1.3).
     """
 
-    def __init__(self) -> None:
-        self.reason: Literal["stopped", "preempted"] | None = None
-        self.signal: signal.Signals | None = None
-        self._interrupts = 0
+    def __init__(self, forward: Callable[[str], None] | None = None) -> None:
+        self.name: str | None = None
+        """The first signal's name."""
+        self.since: float | None = None
+        """When it came, ``time.monotonic()``."""
+        self._forward, self._interrupts = forward, 0
+        self._signals = [signal.SIGINT, signal.SIGUSR2] + ([] if forward else [signal.SIGTERM])
         self._old: dict[signal.Signals, object] = {}
+        self._old_wakeup, self._write = -1, -1
 
     def __bool__(self) -> bool:
-        return self.reason is not None
+        return self.name is not None
 
-    @property
-    def exit_code(self) -> ExitCode:
-        """How the process ends once its state is saved."""
-        return ExitCode.STOPPED_SAVED if self.reason == "stopped" else ExitCode.PREEMPTED_SAVED
+    def note(self, name: str) -> None:
+        """Ask to stop, as the signal ``name`` does; the first one counts."""
+        if self.name is None:
+            self.since = time.monotonic()
+            self.name = name
 
     def describe(self) -> str:
-        """The reason in words, for exit.json."""
-        if self.signal is None:
-            return "no stop was asked for"
-        who = "the user" if self.reason == "stopped" else "the system"
-        return f"{self.reason} by {who} ({self.signal.name})"
+        """The reason in words."""
+        return _WORDS.get(self.name or "", "no stop was asked for")
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        # os.write, since a signal may arrive inside of print.
-        received = signal.Signals(number)
-        if received == signal.SIGINT:
+    def pending(self) -> float:
+        """Seconds since a stop was asked for; 0 where none was."""
+        return time.monotonic() - self.since if self.since is not None else 0.0
+
+    def _receive(self, name: str) -> None:
+        # os.write, since nobody knows what the main thread is in the middle of.
+        if name == "SIGINT":
             self._interrupts += 1
             if self._interrupts > 1:
                 os.write(2, b"\nstopped at once; nothing more was saved\n")
-                os._exit(130)
+                os._exit(_KILLED)
             os.write(2, b"\nfinishing this step, then saving; Ctrl-C again stops at once\n")
-        if self.reason is None:
-            self.reason = "preempted" if received in _PREEMPTING else "stopped"
-            self.signal = received
+        self.note(name)
+        if self._forward is not None:
+            self._forward(name)
+
+    def _listen(self, pipe: int) -> None:
+        with os.fdopen(pipe, "rb", buffering=0) as heard:
+            while numbers := heard.read(64):
+                for number in numbers:
+                    if number in self._signals:
+                        self._receive(signal.Signals(number).name)
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, *_PREEMPTING):
-            self._old[number] = signal.signal(number, self._receive)
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+        # Python writes a number into the pipe for every signal that has a Python handler, whatever it does.
+        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._signals:
+            self._old[number] = signal.signal(number, _heard)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -64,3 +109,9 @@ class StopRequest:
             # None means that the handler was not installed from Python and cannot be given back by it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._old.clear()
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self._write)
+
+
+def _heard(number: int, frame: object) -> None:
+    """Keeps the signal's default action away; the listening thread does the work."""

@@ -45,7 +45,16 @@ class Evaluator:
             process_count=distributed.process_count(),
         )
         self._sharding = batch_sharding(parts.mesh)
-        self._score = jax.jit(self._batch_nats)
+        self._score: Callable = jax.jit(self._batch_nats)
+
+    def compile(self) -> None:
+        """Compile now for the weights of the run's state (call it with the mesh set)."""
+        state, exp = self._parts.factory.abstract, self._parts.exp
+        shape = (exp.train.global_batch // exp.train.accumulation, exp.data.sequence_length)
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
+        mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self._sharding)
+        lowered = jax.jit(self._batch_nats).lower(state["params"], state["buffers"], Batch(ids, ids, ids, mask))
+        self._score = lowered.compile()
 
     def _batch_nats(self, params: dict, buffers: dict, batch: Batch) -> jax.Array:
         """Sum of the batch's cross-entropy, wide scalar."""
@@ -64,15 +73,15 @@ class Evaluator:
     def __call__(
         self, params: dict, buffers: dict, tick: Callable[[int, int], None] = lambda done, total: None
     ) -> Score:
-        """Scores float32 weights on all rows; ``tick`` hears how many batches of how many are done."""
-        nats = jnp.float32(0)
-        total = len(self.data)
+        """Scores float32 weights on all rows; ``tick`` hears how many batches of how many are done, and may raise."""
+        nats, total = [], len(self.data)
         with jax.set_mesh(self._parts.mesh):
             for i, local in enumerate(self.data):
                 batch = Batch(*(distributed.global_array(self._sharding, a) for a in local))
-                nats = nats + self._score(params, buffers, batch)
+                nats.append(self._score(params, buffers, batch))
+                jax.block_until_ready(nats[-2:-1])  # one batch ahead of the devices, so that ``tick`` keeps their pace
                 tick(i + 1, total)
-        sum_nats = float(nats)
+        sum_nats = math.fsum(float(value) for value in nats)
         return Score(
             sum_nats / max(self.data.supervised, 1),
             sum_nats / math.log(2) / max(self.data.source_bytes, 1),

@@ -2,17 +2,14 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from k3train.checkpoint.errors import SaveFailed
-from k3train.checkpoint.manager import CheckpointManager
-from k3train.checkpoint.policies import Kind
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.section import Drift
@@ -21,192 +18,278 @@ from k3train.data.loader import Loader
 from k3train.experiment import Experiment
 from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
-from k3train.metrics.writers.jsonl import JsonlWriter
-from k3train.models.counts import counts
-from k3train.optim.groups import group_table
-from k3train.optim.groups import render as render_groups
+from k3train.metrics.writers.jsonl import JsonlWriter, read_jsonl, set_aside
 from k3train.parallel import distributed
-from k3train.parallel.axes import batch_sharding, sharding_report
-from k3train.parallel.axes import render as render_shards
-from k3train.parallel.peers import Peers
+from k3train.parallel.axes import batch_sharding
 from k3train.run.branch import parent_of
-from k3train.run.directory import RunDirectory
-from k3train.run.environment import facts, versions
+from k3train.run.directory import METRICS, RunDirectory
+from k3train.run.environment import facts
 from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
 from k3train.run.identity import render as render_changes
-from k3train.run.signals import StopRequest
+from k3train.run.supervision import Stopped, Supervision
 from k3train.train.anomalies import AnomalyLog
-from k3train.train.assembly import Assembly, assemble, open_data
+from k3train.train.assembly import assemble, open_data
 from k3train.train.begin import begin
 from k3train.train.evaluate import Evaluator
-from k3train.train.record import Moment, Recorder
+from k3train.train.introduce import introduce
+from k3train.train.profiler import Profiler
+from k3train.train.record import LOADS, SAMPLES, Moment, Recorder
+from k3train.train.saver import Saver
 from k3train.train.step import compile_step
 
+Outcome = tuple[ExitCode, str]
+"""How an attempt ended, and why."""
 
-def train(exp: Experiment) -> ExitCode:
+
+def train(exp: Experiment, began: float | None = None) -> ExitCode:
     """Trains ``exp`` to its end or to a stop request; returns how it ended.
+
+    Where the process cannot end in the ordinary way (a compilation goes on, another process is gone) it does not
+    return, but ends with the exit code.
+
+    Args:
+      began: wall clock of the process's start; now by default.
 
     Raises:
       UserError: a fault the user can mend; what was saved stays.
     """
     main = distributed.process_index() == 0
     exp = exp.absolute()  # what the run folder keeps must hold from any working directory
-    parent = parent_of(exp) if main else None
-    config = exp.model_dump(mode="json")
-    with RunDirectory(exp.run.dir, config, main=main, parent=parent) as folder, StopRequest() as stop:
+    with supervise(exp, time.time() if began is None else began) as watch, ExitStack() as stack:
         try:
-            code, reason, step = Run(exp, folder, stop, main).go()
-        except BaseException as error:
-            code = error.exit_code if isinstance(error, UserError) else ExitCode.BUG
-            folder.end_attempt(code, f"{type(error).__name__}: {error}")
+            parent = parent_of(exp) if main else None
+            folder = stack.enter_context(
+                RunDirectory(exp.run.dir, exp.model_dump(mode="json"), main=main, parent=parent)
+            )
+            watch.attach(folder)
+            code, reason = Run(exp, folder, watch, main).go()
+        except Exception as error:
+            watch.failed(error)
             raise
-        folder.end_attempt(code, reason, step)
+        if watch.must_leave:
+            watch.leave(code, reason)
+        folder.end_attempt(code, reason, watch.phases.step)
         return code
+
+
+def supervise(exp: Experiment, began: float) -> Supervision:
+    """What watches over the run on this process."""
+    several = distributed.process_count() > 1
+    return Supervision(
+        exp.run,
+        began,
+        distributed.process_index(),
+        distributed.process_count(),
+        distributed.Notes() if several else None,
+        distributed.coordinator_address(),
+        distributed.reached_stop,
+    )
 
 
 class Run:
     """One attempt at a run."""
 
-    def __init__(self, exp: Experiment, folder: RunDirectory, stop: StopRequest, main: bool):
-        self.folder, self.stop, self.main = folder, stop, main
+    def __init__(self, exp: Experiment, folder: RunDirectory, watch: Supervision, main: bool):
+        self.exp, self.folder, self.watch, self.main = exp, folder, watch, main
+        self.phases = watch.phases
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
+        self.first = 0
+        self.saver = Saver(exp, folder, watch.phases, self.say, main)
+        watch.kept = lambda: self.saver.holds(watch.phases.step)
         if folder.changes:
             self.console.print(render_changes(folder.changes, "changed keys"))
-        self.parts = assemble(exp)
-        self.exp = self.parts.exp
-        store = open_data(exp, self.console.print)
-        self.store_fingerprint = store.fingerprint
-        folder.claim(STORE_KEY, store.fingerprint)
-        folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
-        self.manager = CheckpointManager(
-            folder.checkpoints,
-            exp.checkpoint,
-            peers=Peers.of_this_run(60 * exp.checkpoint.timeout_minutes),
-            run_id=folder.run_id if main else None,
-            note=self.say,
-        )
-        self.state, self.first, self.samples, self.tokens = begin(self.parts, self.manager, self.say)
-        self.parts = self.parts.going_on(self.first, self.tokens)
-        self.loader = Loader(
-            store.train,
-            exp.data,
-            exp.train.global_batch,
-            exp.data.shuffle_seed,
-            distributed.process_index(),
-            distributed.process_count(),
-            start_sample=self.samples,
-        )
-        self.evaluator = Evaluator(self.parts, store) if store.holdout.tokens > 1 else None
-        self.generator = Generator(
-            self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype, add_bos=exp.data.add_bos
-        )
-        for prompt in exp.sample.prompts:
-            self.generator.encode(prompt)  # refuse now what would end the run later
-        self.last_save = time.monotonic()
-        self.saved: int | None = self.first if self.first in self.manager.steps() else None
 
     def say(self, text: str) -> None:
         """A line to the user, from process 0."""
         self.console.print(text, markup=False)
 
-    def go(self) -> tuple[ExitCode, str, int]:
-        """Trains; returns exit code, reason and the last step done."""
-        attempt = self.folder.begin_attempt(facts(), self.first or None)
+    def go(self) -> Outcome:
+        """Trains; returns exit code and reason."""
+        try:
+            self.watch.aside(self.prepare)
+            with self.phases.within("restore"):
+                self.watch.aside(self.restore)
+            self.open_records()
+        except Stopped:
+            return self.turn_back()
+        try:
+            with jax.set_mesh(self.parts.mesh):
+                step_fn = self.compile()
+                with self.progress:
+                    return self.steps(step_fn)
+        except Stopped:
+            return self.turn_back()
+        finally:
+            if not self.watch.must_leave:
+                self.loader.close()
+            self.recorder.close()
+
+    def turn_back(self) -> Outcome:
+        """Ends before the first step, as was asked."""
+        self.watch.turned_back()
+        self.say(f"{self.watch.stop.describe()}; no step was done in this attempt")
+        return self.watch.stop_code(self.saver.holds(self.first)), self.watch.stop.describe()
+
+    # Before the first step
+
+    def prepare(self) -> None:
+        """Puts model and optimizer together, prepares the data where it is absent."""
+        self.parts = assemble(self.exp)
+        self.exp = self.parts.exp
+        self.store = open_data(self.exp, self.console.print)
+        self.folder.claim(STORE_KEY, self.store.fingerprint)
+        self.folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
+        self.evaluator = Evaluator(self.parts, self.store) if self.store.holdout.tokens > 1 else None
+        self.generator = Generator(
+            self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype, add_bos=self.exp.data.add_bos
+        )
+        for prompt in self.exp.sample.prompts:
+            self.generator.encode(prompt)  # refuse now what would end the run later
+
+    def restore(self) -> None:
+        """Makes or reads the state; opens the data where it goes on."""
+        self.state, self.first, self.samples, self.tokens = begin(self.parts, self.saver.manager, self.say)
+        self.parts = self.parts.going_on(self.first, self.tokens)
+        self.saver.begun(self.first)
+        self.saver.facts = {"store": self.store.fingerprint, "mesh": dict(self.parts.mesh.shape)}
+        self.loader = Loader(
+            self.store.train,
+            self.exp.data,
+            self.exp.train.global_batch,
+            self.exp.data.shuffle_seed,
+            distributed.process_index(),
+            distributed.process_count(),
+            start_sample=self.samples,
+        )
+
+    def open_records(self) -> None:
+        """Begins the attempt in the run folder; lines of steps that will be done anew are set aside."""
+        self.phases.step = self.first
+        attempt = self.folder.begin_attempt(facts(), self.first or None, self.phases)
+        if self.folder.status is not None:
+            self.folder.status.checkpoint = lambda: self.saver.manager.newest_verified
         around = [change for change in self.folder.changes if change.drift == Drift.DERIVED]
         if around:
             self.console.print(render_changes(around, "changed surroundings"))
         introduce(self.parts, self.console)
-        writer = JsonlWriter(self.folder.path / "metrics.jsonl", attempt, self.first or -1) if self.main else None
+        keep_to, path = self.first or -1, self.folder.path
         # A bar only where somebody watches, on process 0.
-        progress = Progress(self.parts.steps, self.first, self.exp.metrics.every, console=self.console)
-        anomalies = AnomalyLog(self.folder.path, attempt, self.first or -1, self.loader) if self.main else None
-        self.recorder = Recorder(self.parts, self.folder.path, writer, progress, anomalies)
-        try:
-            with jax.set_mesh(self.parts.mesh):
-                step_fn = self.compile()
-                with progress:
-                    return self.steps(step_fn)
-        finally:
-            self.loader.close()
-            self.recorder.close()
+        self.progress = Progress(self.parts.steps, self.first, self.exp.metrics.every, console=self.console)
+        writer = anomalies = None
+        if self.main:
+            writer = JsonlWriter(path / METRICS, attempt, keep_to)
+            anomalies = AnomalyLog(path, attempt, keep_to, self.loader)
+            for name in (SAMPLES, LOADS):
+                set_aside(path / name, keep_to, attempt)
+        self.recorder = Recorder(self.parts, path, writer, self.progress, anomalies)
+        self.saver.recorder = self.recorder
 
     def compile(self) -> Callable:
-        """The compiled train step; says how long it took."""
-        began = time.monotonic()
-        with self.console.status("compiling the train step"):
-            compiled = compile_step(self.parts)
-        seconds = time.monotonic() - began
-        self.recorder.note(perf__compile_s=seconds)
-        self.say(f"compiled in {seconds:.1f} s")
-        return compiled
+        """The compiled train step; evaluation is compiled as well, so that a fault of it shows now."""
+        with self.console.status("compiling"), self.phases.within("compile"):
+            began = time.monotonic()
+            step_fn = self.watch.aside(self.on_mesh, compile_step, self.parts)
+            seconds = time.monotonic() - began
+            if self.evaluator is not None:
+                self.watch.aside(self.on_mesh, self.evaluator.compile)
+            self.recorder.note(perf__compile_s=seconds)
+            self.say(f"compiled in {seconds:.1f} s")
+            self.watch.ready()
+        return step_fn
 
-    def steps(self, step_fn: Callable) -> tuple[ExitCode, str, int]:
+    def on_mesh(self, function: Callable, *args: object) -> object:
+        """``function(*args)`` with the run's mesh set, which each thread must do for itself."""
+        with jax.set_mesh(self.parts.mesh):
+            return function(*args)
+
+    # The steps
+
+    def steps(self, step_fn: Callable) -> Outcome:
         """The steps themselves, and what happens between them."""
         step, sharding = self.first, batch_sharding(self.parts.mesh)
         profiler = Profiler(self.exp.metrics.profile_steps, self.folder.path)
         self.recorder.start(step)
-        while step < self.parts.steps:
-            if self.asked_to_stop():
-                return self.halt(step, self.stop.exit_code, self.stop.describe())
-            waiting = time.monotonic()
-            try:
-                local = next(self.loader)
-            except UserError as error:
-                if error.exit_code != ExitCode.DATA_EXHAUSTED:
-                    raise
-                self.say(str(error))
-                return self.halt(step, ExitCode.DATA_EXHAUSTED, str(error))
-            self.recorder.wait(time.monotonic() - waiting)
-            profiler.before(step + 1)
-            batch = Batch(*(distributed.global_array(sharding, array) for array in local))
-            self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
-            self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
-            step += 1
-            self.recorder.step(Moment(step, self.samples, self.tokens), outputs, self.loader.epoch)
-            profiler.after(step, outputs)
-            if self.recorder.halted:
-                return self.halt(step, ExitCode.NON_FINITE, self.recorder.halted)
-            self.between(step)
-        return self.finish(step)
+        self.phases.enter("step")
+        try:
+            if self.evaluation_due(step) and not self.has_line(METRICS, step, "eval/holdout/loss"):
+                self.evaluate(step)  # the attempt before was stopped in it
+            while step < self.parts.steps:
+                self.give_way()
+                local = self.next_batch()
+                profiler.before(step + 1)
+                batch = Batch(*(distributed.global_array(sharding, array) for array in local))
+                self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
+                self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
+                step = self.phases.step = step + 1
+                self.recorder.step(self.now(step), outputs, self.loader.epoch)
+                profiler.after(step, outputs)
+                if self.recorder.halted:
+                    return self.halt(step, ExitCode.NON_FINITE, self.recorder.halted)
+                self.between(step)
+            return self.finish(step)
+        except Stopped:
+            return self.halt(step, None, self.watch.stop.describe())
+        except UserError as error:
+            if error.exit_code != ExitCode.DATA_EXHAUSTED:
+                raise
+            self.say(str(error))
+            return self.halt(step, ExitCode.DATA_EXHAUSTED, str(error))
 
-    def asked_to_stop(self) -> bool:
-        """Whether any process was asked to stop; every process gets the same answer at the same step."""
-        return bool(distributed.any_process(bool(self.stop)))
+    def next_batch(self) -> Batch:
+        """This process's rows of the next batch."""
+        began = time.monotonic()
+        with self.phases.within("data"):
+            local = self.watch.aside(next, self.loader)
+        self.recorder.wait(time.monotonic() - began)
+        return local
 
     def between(self, step: int) -> None:
-        """Evaluates, samples and saves where they are due after ``step``."""
+        """Evaluates, saves and samples where they are due after ``step``."""
         last = step == self.parts.steps
-        if self.exp.eval.every and step % self.exp.eval.every == 0 and not last:
+        if self.folder.status is not None:
+            self.recorder.note(perf__goodput=self.folder.status.goodput()["goodput"])
+        if last:
+            return
+        if self.evaluation_due(step):
             self.evaluate(step)
-        if self.exp.sample.every and step % self.exp.sample.every == 0 and not last:
+        self.saver.poll()
+        kind = self.saver.due(step)
+        if kind:
+            self.saver.save(self.state, self.now(step), kind)
+        if self.exp.sample.every and step % self.exp.sample.every == 0:
             self.sample(step)
-        self.counting_failures(self.manager.poll)
-        kind = self.manager.should_save(step, self.last_save)
-        if kind is not None and not last:
-            self.counting_failures(lambda: self.save(step, kind))
 
-    def counting_failures(self, act: Callable[[], Any]) -> None:
-        """Calls ``act``; a failed save is reported and counted, and ends the run after too many in a row."""
-        try:
-            act()
-        except SaveFailed as error:
-            self.recorder.note(ckpt__failures=self.manager.failures)
-            if self.manager.exhausted:
-                raise
-            self.say(f"WARNING: {error}")
+    def now(self, step: int) -> Moment:
+        """Where the run stands after ``step``."""
+        return Moment(step, self.samples, self.tokens)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the held-out documents are to be scored after ``step``."""
+        by_steps = self.exp.eval.every and step % self.exp.eval.every == 0
+        return self.evaluator is not None and step > 0 and bool(by_steps or step == self.parts.steps)
+
+    def has_line(self, file: str, step: int, name: str) -> bool:
+        """Whether a file of the run has ``name`` at ``step``; process 0 looks, and all get its answer."""
+        path: Path = self.folder.path / file
+        lines = read_jsonl(path) if self.main and path.exists() else []
+        return distributed.broadcast(any(line["step"] == step and name in line for line in lines))
 
     def evaluate(self, step: int) -> None:
-        """Scores the held-out documents and says the result."""
+        """Scores the held-out documents and says the result.
+
+        Raises:
+          Stopped: the run is to stop; nothing is written of a part of an evaluation.
+        """
         if self.evaluator is None:
             return
         self.recorder.flush()
         began = time.monotonic()
-        score = self.evaluator(self.state["params"], self.state["buffers"])
+        with self.phases.within("eval"):
+            score = self.evaluator(self.state["params"], self.state["buffers"], lambda done, total: self.give_way())
         seconds = time.monotonic() - began
         self.recorder.pause(seconds)
-        self.manager.note_score(step, score.loss)
         self.recorder.event(
-            Moment(step, self.samples, self.tokens),
+            self.now(step),
             {
                 "eval/holdout/loss": score.loss,
                 "eval/holdout/bpb": score.bits_per_byte,
@@ -214,118 +297,53 @@ class Run:
                 "perf/eval_s": seconds,
             },
         )
+        self.saver.manager.note_score(step, score.loss)
         self.say(
             f"step {step}: held-out loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
             f"({score.tokens:,} tokens, {seconds:.1f} s)"
         )
 
+    def give_way(self) -> None:
+        """Raises Stopped where the run is to stop here."""
+        if self.watch.stops_here():
+            raise Stopped
+
     def sample(self, step: int) -> None:
         """Lets the model write after each prompt."""
         self.recorder.flush()
-        began, config = time.monotonic(), self.exp.sample
-        for prompt in config.prompts:
-            text = self.generator.text(
-                self.state["params"],
-                self.state["buffers"],
-                prompt,
-                tokens=config.tokens,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                seed=step,
-            )
-            self.recorder.sample(step, prompt, text)
+        began = time.monotonic()
+        with self.phases.within("sample"):
+            for prompt in self.exp.sample.prompts:
+                self.recorder.sample(step, prompt, self.watch.aside(self.on_mesh, self.write, prompt, step))
         self.recorder.pause(time.monotonic() - began)
 
-    def save(self, step: int, kind: Kind, block: bool = False) -> None:
-        """Begins a checkpoint of the present state."""
-        began = time.monotonic()
-        meta = {
-            "step": step,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "config": self.exp.model_dump(mode="json"),
-            "seed": self.exp.run.seed,
-            "store": self.store_fingerprint,
-            "versions": versions(),
-            "mesh": dict(self.parts.mesh.shape),
-            "processes": distributed.process_count(),
-            "run_id": self.folder.run_id if self.main else None,
-        }
-        self.manager.save(step, self.state, meta, block=block, kind=kind)
-        self.last_save, self.saved = time.monotonic(), step
-        seconds = time.monotonic() - began
-        self.recorder.pause(seconds)
-        self.recorder.note(perf__save_block_s=seconds, ckpt__failures=self.manager.failures)
+    def write(self, prompt: str, seed: int) -> str:
+        """The model's continuation of ``prompt``."""
+        config, ids = self.exp.sample, []
+        options = {"tokens": config.tokens, "temperature": config.temperature, "top_p": config.top_p, "seed": seed}
+        for token in self.generator.stream(self.state["params"], self.state["buffers"], prompt, **options):
+            ids.append(token)
+            self.give_way()
+        return self.parts.tokenizer.decode(np.asarray(ids, np.int32))
 
-    def save_at_end(self, step: int, kind: Kind) -> None:
-        """Makes sure that the present state is saved, and waits for it."""
-        if self.saved == step:
-            try:
-                return self.manager.wait()
-            except SaveFailed as error:
-                self.say(f"WARNING: {error}; trying once more")
-        if step > 0:
-            self.save(step, kind, block=True)
+    # Ending
 
-    def halt(self, step: int, code: ExitCode, reason: str) -> tuple[ExitCode, str, int]:
-        """Saves and leaves before the run's end."""
+    def halt(self, step: int, code: ExitCode | None, reason: str) -> Outcome:
+        """Saves and leaves before the run's end; without a code the stop request decides it."""
         self.recorder.flush()
-        self.save_at_end(step, "temporary")
-        self.say(
-            f"{reason}; state of step {step} saved in {self.manager.directory}" if step else f"{reason}; no step done"
-        )
-        return code, reason, step
+        kept = self.saver.at_end(self.state, self.now(step), "temporary")
+        what = f"state of step {step} saved in {self.folder.checkpoints}" if kept else f"step {step} is NOT saved"
+        self.say(f"{reason}; {what if step else 'no step done'}")
+        return self.watch.stop_code(kept) if code is None else code, reason
 
-    def finish(self, step: int) -> tuple[ExitCode, str, int]:
+    def finish(self, step: int) -> Outcome:
         """Evaluates, saves and samples at the run's end."""
         self.recorder.flush()
         if step > self.first:
             self.evaluate(step)
-            self.save_at_end(step, "final")
+            if not self.saver.at_end(self.state, self.now(step), "final"):
+                return ExitCode.SAVE_FAILED, f"finished, but step {step} could not be saved"
+        if step > self.first or not self.has_line(SAMPLES, step, "text"):
             self.sample(step)
         self.say(f"finished at step {step}; the run lies in {self.folder.path}")
-        return ExitCode.FINISHED, "finished", step
-
-
-class Profiler:
-    """Writes a JAX profile of a span of steps into the run folder."""
-
-    def __init__(self, span: tuple[int, ...], folder: Path):
-        self._span, self._folder = span, folder / "profile"
-
-    def before(self, step: int) -> None:
-        """Starts before the first step of the span."""
-        if self._span and step == self._span[0]:
-            jax.profiler.start_trace(str(self._folder))
-
-    def after(self, step: int, outputs: dict) -> None:
-        """Stops after the last."""
-        if self._span and step == self._span[1]:
-            jax.block_until_ready(outputs)
-            jax.profiler.stop_trace()
-
-
-def introduce(parts: Assembly, console: Console) -> None:
-    """Prints what is about to be trained: sizes, mesh, kernels, optimizer groups."""
-    exp, sizes = parts.exp, counts(parts.exp.model)
-    table = Table(title="run", show_header=False)
-    mesh = ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
-    for name, value in (
-        ("parameters", f"{sizes.total:,} ({sizes.active:,} active a token)"),
-        ("layers", f"{exp.model.layers.count}: {len(exp.model.layers.kda)} KDA, {len(exp.model.layers.mla)} MLA"),
-        (
-            "devices",
-            f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es): {mesh}",
-        ),
-        ("step", f"{exp.train.global_batch} rows x {exp.data.sequence_length} = {parts.step_tokens:,} tokens"),
-        ("run", f"{parts.steps:,} steps, {parts.total_tokens:,} tokens"),
-        ("compute", f"{exp.train.compute_dtype}, remat {exp.train.remat}, {parts.flops / 1e6:.1f} MFLOP a token"),
-    ):
-        table.add_row(name, value)
-    for op, implementation, why in parts.kernels:
-        table.add_row(f"kernel {op}", f"{implementation} ({why})")
-    console.print(table)
-    params = parts.factory.abstract["params"]
-    if parts.mesh.size > 1:
-        console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
-    console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
+        return ExitCode.FINISHED, "finished"

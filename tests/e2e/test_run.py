@@ -83,7 +83,7 @@ def test_a_run_leaves_what_it_promises(whole: Path):
     ):
         assert name in names, name
     assert sorted(metrics(run)) == [1, 2, 3, 4] and sorted(metrics(run, "eval/holdout/bpb")) == [2, 4]
-    assert json.loads((run / "exit.json").read_text())["code"] == 0
+    assert json.loads((run / "status.json").read_text())["last_exit"]["code"] == 0
     assert json.loads((run / "samples.jsonl").read_text().splitlines()[0])["prompt"] == "ab"
     assert sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()) == [2, 4]
     assert (run / "config.yaml").exists()
@@ -230,4 +230,4 @@ def test_a_terminated_run_saves_and_says_so(whole: Path, tmp_path: Path):
     began = time.monotonic()
     process.communicate(timeout=60)
     assert process.returncode == ExitCode.PREEMPTED_SAVED and time.monotonic() - began < 30
-    assert json.loads((tmp_path / "run" / "exit.json").read_text())["name"] == "preempted_saved"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["last_exit"]["name"] == "preempted_saved"

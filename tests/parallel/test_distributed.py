@@ -97,7 +97,8 @@ def test_settings_are_passed_on_and_nothing_is_guessed(monkeypatch):
     distributed.initialize(FULL | {distributed.LOCAL_DEVICE_IDS: "2,3"})
     given, environ = calls[0]
     assert given == {"coordinator_address": "host:1234", "num_processes": 2, "process_id": 0,
-                     "local_device_ids": [2, 3], "cluster_detection_method": "deactivate"}  # fmt: skip
+                     "local_device_ids": [2, 3], "cluster_detection_method": "deactivate",
+                     "heartbeat_timeout_seconds": 45}  # fmt: skip
     assert "HTTPS_PROXY" not in environ and os.environ["HTTPS_PROXY"] == "http://nowhere:1"
 
 

@@ -18,6 +18,7 @@ from k3train.config.yaml_reader import scalar
 from k3train.run import directory as module
 from k3train.run.directory import RunDirectory, dump_config, read_attempts, read_experiment
 from k3train.run.identity import STORE_KEY, DriftRefused, Parent
+from k3train.run.status import read_status
 
 CONFIG = {
     "run": {"dir": "runs/a", "seed": 0, "resume": "auto"},
@@ -196,11 +197,11 @@ def test_attempts(tmp_path):
     path = tmp_path / "run"
     with RunDirectory(path, CONFIG) as run:
         assert run.begin_attempt({"versions": {"jax": "1"}}, None) == 1
-        assert json.loads((path / "exit.json").read_text())["state"] == "running"
+        assert read_status(path)["state"] == "running" and read_status(path)["last_exit"] is None
         run.end_attempt(ExitCode.STOPPED_SAVED, "stopped by the user (SIGINT)", 7)
-    ended = json.loads((path / "exit.json").read_text())
+    assert read_status(path)["state"] == "ended"
+    ended = read_status(path)["last_exit"]
     assert (ended["code"], ended["name"], ended["step"]) == (13, "stopped_saved", 7)
-    assert (path / "exit.json").read_text().count("\n") == 1
     with RunDirectory(path, CONFIG) as run:
         assert run.begin_attempt({}, 7) == 2  # and dies without an end
     with (path / "attempts.jsonl").open("a") as file:
@@ -210,6 +211,19 @@ def test_attempts(tmp_path):
     starts = [line for line in read_attempts(path) if line["event"] == "start"]
     assert [line["previous_ended"] for line in starts] == [None, True, False]
     assert [line["resumed_step"] for line in starts] == [None, 7, 7]
+    lost = [line for line in read_attempts(path) if line["event"] == "lost"]
+    assert [(line["attempt"], line["step"]) for line in lost] == [(2, 7)] and lost[0]["seconds"]["start"] >= 0
+
+
+def test_an_end_before_any_attempt_is_on_record(tmp_path):
+    """Data or a checkpoint were refused: the exit code is where requeue logic looks, and no attempt is counted."""
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        run.end_attempt(ExitCode.CHECKPOINT, "no checkpoint verifies")
+    assert read_status(tmp_path / "run")["last_exit"]["code"] == 31
+    with RunDirectory(tmp_path / "run", CONFIG) as run:
+        assert run.begin_attempt({}) == 1
+        assert read_status(tmp_path / "run")["last_exit"]["name"] == "checkpoint"
+    assert [line["event"] for line in read_attempts(tmp_path / "run")] == ["refused", "start"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):

@@ -32,8 +32,7 @@ class JsonlWriter:
         self.moved = 0
         """Lines moved away on opening."""
         with storage(self._path, "open"):
-            if self._path.exists():
-                self.moved = _move_away(self._path, keep_to, attempt)
+            self.moved = set_aside(self._path, keep_to, attempt)
             self._file: BinaryIO | None = self._path.open("ab", buffering=0)
 
     def write(self, step: int, samples: int, tokens: int, values: Mapping[str, Value]) -> None:
@@ -64,6 +63,12 @@ class JsonlWriter:
                 os.ftruncate(self._file.fileno(), size)
                 raise
 
+    def sync(self) -> None:
+        """Bring what was written to the disk, so that it outlives a power cut as a checkpoint does."""
+        if self._file is not None:
+            with storage(self._path, "write"):
+                os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; may be called twice."""
         if self._file is not None:
@@ -89,11 +94,13 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
 
 
-def _move_away(path: Path, keep_to: int, attempt: int) -> int:
-    """Move unreadable lines and those of later steps out of ``path``; returns how many.
+def set_aside(path: Path, keep_to: int, attempt: int) -> int:
+    """Move unreadable lines and those of steps after ``keep_to`` to ``<path>.attempt-N``; returns how many.
 
     They are safe in their new place before the old file is replaced, so a crash in between loses nothing.
     """
+    if not path.exists():
+        return 0
     kept = path.with_name(f".{path.name}.part")
     moved: dict[int, list[bytes]] = {}
     with path.open("rb") as old, kept.open("wb") as new:

@@ -1,0 +1,38 @@
+"""What is about to be trained, as tables for the user."""
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from k3train.models.counts import counts
+from k3train.optim.groups import group_table
+from k3train.optim.groups import render as render_groups
+from k3train.parallel.axes import render as render_shards
+from k3train.parallel.axes import sharding_report
+from k3train.train.assembly import Assembly
+
+
+def introduce(parts: Assembly, console: Console) -> None:
+    """Prints what is about to be trained: sizes, mesh, kernels, optimizer groups."""
+    exp, sizes = parts.exp, counts(parts.exp.model)
+    table = Table(title="run", show_header=False)
+    mesh = ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
+    for name, value in (
+        ("parameters", f"{sizes.total:,} ({sizes.active:,} active a token)"),
+        ("layers", f"{exp.model.layers.count}: {len(exp.model.layers.kda)} KDA, {len(exp.model.layers.mla)} MLA"),
+        (
+            "devices",
+            f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es): {mesh}",
+        ),
+        ("step", f"{exp.train.global_batch} rows x {exp.data.sequence_length} = {parts.step_tokens:,} tokens"),
+        ("run", f"{parts.steps:,} steps, {parts.total_tokens:,} tokens"),
+        ("compute", f"{exp.train.compute_dtype}, remat {exp.train.remat}, {parts.flops / 1e6:.1f} MFLOP a token"),
+    ):
+        table.add_row(name, value)
+    for op, implementation, why in parts.kernels:
+        table.add_row(f"kernel {op}", f"{implementation} ({why})")
+    console.print(table)
+    params = parts.factory.abstract["params"]
+    if parts.mesh.size > 1:
+        console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
+    console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
