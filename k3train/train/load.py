@@ -48,6 +48,8 @@ def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[st
     own_mesh = any(key.split(".")[0] == "mesh" for key in given)
     mesh = [] if own_mesh else ["mesh.data=1", "mesh.fsdp=1"]
     exp = load(folder / CONFIG, [*mesh, *overrides], Experiment).experiment
+    if ema and exp.optim.ema is None:
+        raise UserError(f"--ema: {folder} keeps no averaged weights (its optim.ema is null)")
     exp = _found(exp, folder, given)
     parts = assemble(exp, None if own_mesh else build_mesh(exp.mesh, jax.local_devices()[:1]))
     claims = _claims(folder)
