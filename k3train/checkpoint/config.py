@@ -6,8 +6,7 @@ from k3train.config.section import Ints, NonNegative, Positive, PositiveFloat, S
 class CheckpointConfig(Section, drift="free"):
     """Saving is asynchronous; the last step is always saved.
 
-    A checkpoint is older than its successor only once the successor was read back and found whole: until then nothing
-    is deleted.
+    Nothing older is deleted before the new checkpoint was read back from storage and found whole.
     """
 
     every: NonNegative = 0
@@ -26,5 +25,5 @@ class CheckpointConfig(Section, drift="free"):
     """Damaged checkpoints passed over in search of a good one; beyond, the run stops with exit code 31."""
     max_failures: Positive = 3
     """Failed saves in a row after which the run stops with exit code 60."""
-    timeout_minutes: PositiveFloat = 60.0
+    timeout_minutes: PositiveFloat = 30.0
     """Minutes after which a save that has not ended counts as failed."""
