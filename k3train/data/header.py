@@ -11,6 +11,9 @@ FORMAT_VERSION = 1
 
 Counts = dict[str, int]
 
+ORIGINS, ORIGIN_NAMES = "doc_origins.bin", "doc_origin_names.json"
+"""Where each document came from; no part of the fingerprint, since the same documents may come from other files."""
+
 
 class FileEntry(Section):
     """One file of the store."""
@@ -89,5 +92,7 @@ class Header(Section):
         """sha256 over all that decides which tokens are read where: token files, offsets, tokenizer."""
         digest = hashlib.sha256(f"{self.dtype} {self.shard_tokens} {self.tokenizer.fingerprint}".encode())
         for file in self.files:
+            if file.name.endswith((ORIGINS, ORIGIN_NAMES)):
+                continue
             digest.update(f"{file.name} {file.bytes} {file.sha256}".encode())
         return digest.hexdigest()

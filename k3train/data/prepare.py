@@ -240,7 +240,7 @@ def _add(document: Document, config: DataConfig, tokenizer: Tokenizer, train: Sp
     ids = np.concatenate([np.array(before, np.int32), ids, np.array(after, np.int32)])
     token_bytes = np.pad(token_bytes, (len(before), len(after)))
     spool = held if is_held_out(digest, config.holdout) else train
-    spool.add(ids, token_bytes, digest, config.shuffle_seed)
+    spool.add(ids, token_bytes, digest, config.shuffle_seed, document)
     return None
 
 

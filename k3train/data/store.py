@@ -4,6 +4,8 @@ header.json              what lies here and what it was made from (``data/header
 skips.jsonl              records left out: file, line, byte offset, reason
 train/tokens-00000.bin   little-endian uint16 (uint32 where ids need it), documents one after the other
 train/doc_offsets.bin    int64 [documents + 1], first token of each document, then the count of tokens
+train/doc_origins.bin    int64 [documents, 3], where each came from: number of the file, line from 1, byte offset
+train/doc_origin_names.json  names of those files
 holdout/...              the same for documents that are never trained on, and
 holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token stands for
 """
@@ -12,12 +14,13 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
 from k3train.config.errors import UserError
-from k3train.data.header import FORMAT_VERSION, Header, SplitHeader
+from k3train.data.header import FORMAT_VERSION, ORIGIN_NAMES, ORIGINS, Header, SplitHeader
 from k3train.data.tokenizer import Tokenizer
 
 HEADER = "header.json"
@@ -29,6 +32,16 @@ TOKEN_BYTES = "token_bytes.bin"
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"tokens-{index:05d}.bin"
+
+
+class Origin(NamedTuple):
+    """Where a document stood when the store was made."""
+
+    file: str
+    line: int
+    """Counted from 1."""
+    offset: int
+    """Bytes from the start of the (uncompressed) file."""
 
 
 class Split:
@@ -59,6 +72,21 @@ class Split:
     def token_bytes(self) -> np.ndarray:
         """uint32 [tokens]; the holdout side has it."""
         return _mapped(self.folder / TOKEN_BYTES, np.dtype("<u4"))
+
+    def origin(self, document: int) -> Origin | None:
+        """Where a document came from; None in a store that was made before this was kept."""
+        if not (self.folder / ORIGINS).exists():
+            return None
+        name, line, offset = self._origins[document].tolist()
+        return Origin(self._origin_names[name], line, offset)
+
+    @cached_property
+    def _origins(self) -> np.ndarray:
+        return _mapped(self.folder / ORIGINS, np.dtype("<i8")).reshape(-1, 3)
+
+    @cached_property
+    def _origin_names(self) -> list[str]:
+        return json.loads((self.folder / ORIGIN_NAMES).read_text(encoding="utf-8"))
 
     @cached_property
     def _shards(self) -> list[np.ndarray]:

@@ -18,6 +18,8 @@ class RowTrace(NamedTuple):
     """Row of the token stream (``data/pack.py``)."""
     documents: tuple[int, ...]
     """Numbers of its documents in the store, in the row's order; the first may have begun in the row before."""
+    origins: tuple[str, ...]
+    """``file:line`` of each, where the store knows it; else empty."""
 
 
 class Trace:
@@ -35,7 +37,12 @@ class Trace:
         samples = np.arange(first, stop, dtype=np.int64)
         epochs, rows = self.order.row_of(samples)
         places = zip(samples.tolist(), epochs.tolist(), rows.tolist(), strict=True)
-        return [RowTrace(sample, epoch, row, self.documents(row)) for sample, epoch, row in places]
+        return [self._trace(sample, epoch, row) for sample, epoch, row in places]
+
+    def _trace(self, sample: int, epoch: int, row: int) -> RowTrace:
+        documents = self.documents(row)
+        origins = [self.split.origin(number) for number in documents]
+        return RowTrace(sample, epoch, row, documents, tuple(f"{o.file}:{o.line}" for o in origins if o is not None))
 
     def documents(self, row: int) -> tuple[int, ...]:
         """Documents of a row, by their number in the split."""

@@ -5,12 +5,15 @@ documents make the same store in whatever order, and from whatever files, they a
 """
 
 import hashlib
+import json
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from k3train.data.header import FileEntry, SplitHeader
+from k3train.data.header import ORIGIN_NAMES, ORIGINS, FileEntry, SplitHeader
+from k3train.data.sources import Document
 from k3train.data.store import OFFSETS, TOKEN_BYTES, shard_name
 
 HOLDOUT_RULE = "held out where the first 8 bytes of sha256(UTF-8 text), big-endian, are below holdout * 2**64"
@@ -33,6 +36,8 @@ class Spool:
         self._bytes_file = self._bytes_path.open("wb") if with_bytes else None
         self._lengths: list[int] = []
         self._keys: list[bytes] = []
+        self._names: dict[str, int] = {}
+        self._origins = array("q")  # [documents, 3]: number of the file's name, line, byte offset
         self.tokens = 0
         self.source_bytes = 0
         self.min_id, self.max_id = 0, -1
@@ -42,8 +47,10 @@ class Spool:
         """Documents so far."""
         return len(self._lengths)
 
-    def add(self, ids: np.ndarray, token_bytes: np.ndarray, digest: bytes, seed: int) -> None:
+    def add(self, ids: np.ndarray, token_bytes: np.ndarray, digest: bytes, seed: int, origin: Document) -> None:
         """One document: ids (int [n], n > 0), the bytes of text each stands for (int [n]), the sha256 of its text."""
+        name = self._names.setdefault(origin.file, len(self._names))
+        self._origins.extend((name, origin.line, origin.offset))
         self._tokens_file.write(ids.astype(self.dtype).tobytes())
         if self._bytes_file is not None:
             self._bytes_file.write(token_bytes.astype(_BYTES_DTYPE).tobytes())
@@ -76,6 +83,9 @@ class Spool:
             files += _copy(self._bytes_path, _BYTES_DTYPE, places, whole, lambda _: folder / TOKEN_BYTES)
         offsets = np.concatenate([[0], np.cumsum(lengths[order])]).astype("<i8")
         files.append(write_file(folder / OFFSETS, [offsets.tobytes()]))
+        origins = np.array(self._origins, "<i8").reshape(-1, 3)[order]
+        files.append(write_file(folder / ORIGINS, [origins.tobytes()]))
+        files.append(write_file(folder / ORIGIN_NAMES, [json.dumps(list(self._names)).encode()]))
         for spool in (self._tokens_path, self._bytes_path):
             spool.unlink(missing_ok=True)
         counts = SplitHeader(

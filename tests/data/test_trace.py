@@ -1,13 +1,21 @@
 """From a sample back to its documents."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
+from k3train.data.header import ORIGIN_NAMES, ORIGINS
 from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
 from k3train.data.pack import count_rows
+from k3train.data.prepare import prepare
+from k3train.data.tokenizer import ByteTokenizer
 from k3train.data.trace import Trace
+
+from .conftest import quiet
 
 
 @pytest.mark.parametrize("length", [1, 7, 32, 500])
@@ -28,8 +36,32 @@ def test_rows_are_those_the_loader_reads(store, make_config):
     assert [row.sample for row in rows] == list(range(24, 32))
     for row, tokens, segments in zip(rows, batch.tokens, batch.segment_ids, strict=True):
         assert len(row.documents) == segments.max()
+        for number, origin in zip(row.documents, row.origins, strict=True):
+            file, _, line = origin.rpartition(":")
+            assert line == "1" and text_of(store, number) == Path(file).read_text(encoding="utf-8")
         text = np.concatenate([store.train.document(number) for number in row.documents])
         assert tokens.tobytes() in text.astype(np.int32).tobytes()
+
+
+def text_of(store, number: int) -> str:
+    return ByteTokenizer().decode(store.train.document(number))
+
+
+def test_a_line_of_a_file_and_a_store_that_knows_no_origins(tmp_path, make_config):
+    file = tmp_path / "a.jsonl"
+    texts = [f"text {i} " * (i + 1) for i in range(9)]
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    store = prepare(make_config([file]), say=quiet)
+    found = {}
+    for number in range(store.train.documents):
+        origin = store.train.origin(number)
+        assert origin is not None
+        assert file.read_bytes()[origin.offset :].startswith(b'{"text"') and origin.file == str(file)
+        found[origin.line] = text_of(store, number)
+    assert [found[i + 1] for i in range(9)] == texts
+    for name in (ORIGINS, ORIGIN_NAMES):
+        (store.train.folder / name).unlink()
+    assert store.train.origin(0) is None
 
 
 def test_samples_past_the_end(store):
