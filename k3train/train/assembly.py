@@ -22,7 +22,7 @@ from k3train.parallel.mesh import build_mesh
 from k3train.train.state import StateFactory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the same parts are the same object
 class Assembly:
     """The parts of one run.
 
