@@ -9,6 +9,8 @@ import jax
 from etils.epath import Path
 from orbax.checkpoint import v1 as ocp
 
+from k3train.checkpoint.orbax_store import orbax_context
+
 Tree = Any  # nested dicts of jax.Array or jax.ShapeDtypeStruct
 Table = dict[str, list]
 
@@ -59,12 +61,13 @@ def differences(stored: Table, wanted: Table) -> Differences:
 
 def read_all(folder: Path, abstract: Tree) -> Tree:
     """Read a whole state in the shapes, dtypes and shardings of ``abstract``; tables must have been compared."""
-    return ocp.load(str(folder), abstract)
+    with orbax_context(folder):
+        return ocp.load(str(folder), abstract)
 
 
 def read_some(folder: Path, abstract: Tree) -> Tree:
     """Read only the leaves of ``abstract``, which must all be stored in that shape and dtype."""
-    context = ocp.Context()
+    context = orbax_context(folder)
     context.pytree.loading.partial_load = True
     with context:
         return ocp.load(str(folder), abstract)

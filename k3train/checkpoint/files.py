@@ -12,12 +12,27 @@ from typing import Any, cast
 from etils.epath import Path
 
 from k3train.config.exit_codes import ExitCode
+from k3train.config.object_store import in_object_store, make_ready, objects_below
 from k3train.config.storage import write_whole
 
 
-def in_object_store(path: Path) -> bool:
-    """Whether a path names an object store rather than a disk."""
-    return "://" in str(path)
+def place(path: str | os.PathLike[str]) -> Path:
+    """The path, from the root of the file system where it lies on a disk; ready to be used where it does not.
+
+    Raises:
+      UserError: the object store's package is missing (exit 33).
+    """
+    make_ready(path)
+    # epath takes an address for a relative path.
+    return Path(path) if in_object_store(path) else Path(path).expanduser().absolute()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the files and folders in ``folder``; none where it is no folder (object stores keep no empty ones)."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    except FileNotFoundError:  # it went away meanwhile
+        return []
 
 
 def size_of(path: Path) -> int:
@@ -27,6 +42,8 @@ def size_of(path: Path) -> int:
 
 def files_below(folder: Path) -> dict[str, int]:
     """Size in bytes of every file under ``folder`` but hidden ones, by relative name."""
+    if in_object_store(folder):
+        return {name: stamp.size for name, stamp in objects_below(folder).items() if name.split("/")[-1][:1] != "."}
     found = (place / name for place, _, names in folder.walk() for name in names if name[:1] != ".")
     return {str(path.relative_to(folder)): size_of(path) for path in sorted(found)}
 
@@ -54,5 +71,6 @@ def evict(path: Path) -> None:
     """Let the system forget what it remembers of a file, so that the next read comes from the disk."""
     if not in_object_store(path) and hasattr(os, "posix_fadvise"):
         with pathlib.Path(path).open("rb") as file:
-            os.fsync(file.fileno())  # only written-out pages are forgotten
+            # Only pages that are written out are forgotten; and an error of writing them out is told here.
+            os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

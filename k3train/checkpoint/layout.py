@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from etils.epath import Path
 
-from k3train.checkpoint.files import in_object_store, put
+from k3train.checkpoint.files import names_in, put
 from k3train.checkpoint.manifest import KEEP, MANIFEST, QUARANTINED, RETIRED, Note, ignore, read_manifest
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.object_store import in_object_store
 from k3train.config.storage import storage
 
 FOLDER = "checkpoints"
@@ -61,7 +62,7 @@ def scan(directory: Path, run_id: str | None = None, note: Note = ignore) -> lis
       UserError: the folder cannot be looked into (exit 31).
     """
     with storage(directory, "look for checkpoints", ExitCode.CHECKPOINT):
-        names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+        names = names_in(directory)
     saving = {match[1] for name in names if (match := _SAVING.fullmatch(name))}
     entries = []
     for name in names:
@@ -75,7 +76,7 @@ def scan(directory: Path, run_id: str | None = None, note: Note = ignore) -> lis
 
 def _entry(path: Path, step: int, number: int, saving: bool, run_id: str | None) -> Entry:
     """Look into one folder."""
-    inside = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    inside = set(names_in(path))
     manifest: dict[str, Any] = {}
     status: Status = "complete"
     reason = ""
@@ -129,7 +130,7 @@ def mark(path: Path, marker: str, reason: str) -> None:
 
 
 def begin_save(
-    directory: Path, step: int, busy: Collection[str] = (), run_id: str | None = None, note: Note = ignore
+    directory: Path, step: int, busy: set[str] | None = None, run_id: str | None = None, note: Note = ignore
 ) -> Path:
     """Remove what broken-off saves left behind, and claim a folder for ``step``. Call it with no save under way.
 
@@ -138,7 +139,8 @@ def begin_save(
     Args:
       directory: the ``checkpoints`` folder; made where absent.
       step: optimizer steps done.
-      busy: names of folders that a save given up on may still be writing; they are left alone.
+      busy: names of folders that saves of this process are writing, be it saves given up on; they are left alone, and
+        the name chosen is added.
       run_id: the run that saves; what others saved is left alone too.
       note: hears about what is removed.
 
@@ -146,6 +148,7 @@ def begin_save(
       FileExistsError: the step is saved already.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    busy = set() if busy is None else busy
     entries = scan(directory, run_id)
     clear(directory, entries, busy, note)
     gone = [entry for entry in entries if entry.status == "unfinished" and entry.path.name not in busy]
@@ -156,6 +159,7 @@ def begin_save(
     number = 1
     while (name := f"{step}-{number}" if number > 1 else str(step)) in taken:
         number += 1
+    busy.add(name)
     put(directory / f"{name}.saving.json", json.dumps({"step": step, "time": time.time()}) + "\n")
     return directory / name
 
@@ -171,7 +175,7 @@ def clear(directory: Path, entries: list[Entry], busy: Collection[str], note: No
         if entry.status == "unfinished" and entry.path.name not in busy:
             note(f"removing {entry.path}: a save that never ended")
             entry.path.rmtree(missing_ok=True)
-    for path in list(directory.iterdir()):
+    for path in [directory / name for name in names_in(directory)]:
         if (match := _UNFINISHED.fullmatch(path.name)) and match[1] not in busy:
             note(f"removing {path}: a save that never ended")
             path.rmtree(missing_ok=True)

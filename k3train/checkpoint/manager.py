@@ -16,6 +16,7 @@ from k3train.checkpoint import layout
 from k3train.checkpoint.arrays import Tree, array_table, differences, read_all, refusal
 from k3train.checkpoint.config import CheckpointConfig
 from k3train.checkpoint.errors import CheckpointRefused, SaveFailed
+from k3train.checkpoint.files import place
 from k3train.checkpoint.layout import Entry
 from k3train.checkpoint.manifest import QUARANTINED, Note, read_manifest, verify_share
 from k3train.checkpoint.policies import Kind, due, kept, surplus
@@ -44,7 +45,7 @@ class CheckpointManager:
         run_id: str | None = None,
         note: Note = print,
     ):
-        self.directory = Path(directory).absolute()
+        self.directory = place(directory)
         self.failures = 0
         """Saves that failed since the last that did not."""
         self.newest_verified: int | None = None
@@ -52,6 +53,8 @@ class CheckpointManager:
         self.peers = peers or Peers()
         self._config, self._run_id, self._note = config, run_id, note
         self._pending: Save | None = None
+        self._told: Save | None = None
+        self._told: Save | None = None
         self._busy: set[str] = set()
         self._scores: dict[int, float] = {}
         self._good: set[Path] = set()
@@ -107,7 +110,7 @@ class CheckpointManager:
             Order(step, kind, plain, self._scores.get(step)),
             state,
             peers=self.peers,
-            busy=frozenset(self._busy),
+            busy=self._busy,
             run_id=self._run_id,
             timeout_s=60 * self._config.timeout_minutes,
             note=self._note,
@@ -132,6 +135,9 @@ class CheckpointManager:
         if self._pending is None:
             return True
         ended = self._pending.good or self._failed_already()
+        if self.peers.count > 1 and self._failed_already() and self._told is not self._pending:
+            self._told = self._pending
+            self._note(f"WARNING: saving step {self._pending.order.step} failed: {self._pending.error}")
         if self.peers.count > 1 or not (ended or self._pending.left_s() == 0):
             return ended
         self.wait()
@@ -160,8 +166,6 @@ class CheckpointManager:
             answers = self.peers.together(f"{save.label}/settled", outcome)
         except RuntimeError as error:  # a process that no longer answers
             answers = [str(error)]
-        if save.folder is not None and save.is_alive():
-            self._busy.add(save.folder.name)
         if not any(answers):
             self.failures, self.newest_verified = 0, save.order.step
             if save.folder is not None:
@@ -200,8 +204,8 @@ class CheckpointManager:
             self.peers.name("retire"),
             lambda: [str(path) for path in layout.retire(self.directory, after, self._run_id)],
         )
-        for place in places:
-            self._note(f"set aside a checkpoint later than step {after}: {place}")
+        for folder in places:
+            self._note(f"set aside a checkpoint later than step {after}: {folder}")
 
     def verify(self, step: int) -> list[str]:
         """Check the manifest and every file's size and SHA-256; returns what is wrong, one line each."""

@@ -10,6 +10,7 @@ from k3train.checkpoint.layout import FOLDER, complete, list_steps, scan
 from k3train.checkpoint.manifest import MANIFEST
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.object_store import make_ready
 
 
 class Found(NamedTuple):
@@ -32,6 +33,7 @@ def resolve_resume(resume: str, run_dir: str | PathLike[str]) -> Found | None:
       UserError: exit 31 where the named checkpoint is not there, or the folder holds checkpoints of which none is
         usable; exit 33 for ``never`` on a folder with checkpoints.
     """
+    make_ready(run_dir)
     own = Path(run_dir) / FOLDER
     if resume in ("auto", "must", "never"):
         entries = [entry for entry in scan(own) if entry.status != "unfinished"]
@@ -67,6 +69,7 @@ def locate(text: str, key: str = "run.init_from") -> Found:
       CheckpointRefused: it is not there; the steps that are get listed.
     """
     place, at, step = text.rpartition("@")
+    make_ready(text)
     if at and Path(text).expanduser().is_dir():  # the @ is part of a folder's name
         place, at, step = text, "", ""
     path = Path(place if at else text).expanduser()

@@ -7,7 +7,7 @@ Only then may anything older be deleted.
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from etils.epath import Path
@@ -26,7 +26,10 @@ from k3train.checkpoint.manifest import (
     verify_share,
     write_manifest,
 )
+from k3train.checkpoint.orbax_store import orbax_context
 from k3train.checkpoint.policies import Kind
+from k3train.config.fingerprint import fingerprint
+from k3train.config.fingerprint import fingerprint
 from k3train.parallel.peers import Peers
 
 
@@ -48,7 +51,7 @@ class Save(threading.Thread):
       order: step, kind and what goes into the manifest.
       state: the arrays; they may be donated once ``copied`` is set.
       peers: the processes that save together.
-      busy: folder names that saves given up on may still be writing.
+      busy: names of the folders that saves of this process are writing; this one adds and takes away its own.
       run_id: the run that saves.
       timeout_s: time after which the save is overdue.
       note: hears about leftovers and long hashing.
@@ -69,7 +72,7 @@ class Save(threading.Thread):
         state: Tree,
         *,
         peers: Peers,
-        busy: Collection[str],
+        busy: set[str],
         run_id: str | None,
         timeout_s: float,
         note: Note,
@@ -104,6 +107,10 @@ class Save(threading.Thread):
         finally:
             self._state = None
             self.copied.set()
+            if self.folder is not None:
+                self._busy.discard(self.folder.name)
+            if self.folder is not None:
+                self._busy.discard(self.folder.name)
         if self._peers.leads and not self.abandoned:
             try:
                 self._after()
@@ -117,15 +124,26 @@ class Save(threading.Thread):
             lambda: begin_save(self._directory, self.order.step, self._busy, self._run_id, self._note).name,
         )
         self.folder = folder = self._directory / name
+        self._refuse_abandoned()
+        self._refuse_abandoned()
 
         def write() -> None:
-            response = ocp.save_async(str(folder), self._state)
+            with orbax_context(folder):
+                response = ocp.save_async(str(folder), self._state)
             self._state = None
             self.copied.set()
             response.result()
 
         self._peers.together(f"{self.label}/written", write)
         return folder
+
+    def _refuse_abandoned(self) -> None:
+        if self.abandoned:
+            raise TimeoutError("given up on before it ended")
+
+    def _refuse_abandoned(self) -> None:
+        if self.abandoned:
+            raise TimeoutError("given up on before it ended")
 
     def _commit(self, folder: Path) -> None:
         """Hash the files between the processes; process 0 writes the manifest."""
@@ -137,8 +155,7 @@ class Save(threading.Thread):
 
         def commit() -> None:
             arrays = state_hash.fetch(self._sums)
-            if self.abandoned:
-                raise TimeoutError("given up on before it was committed")
+            self._refuse_abandoned()
             content = {
                 "step": self.order.step,
                 "kind": self.order.kind,
@@ -146,6 +163,7 @@ class Save(threading.Thread):
                 "arrays": self._arrays,
                 "state_hash": {"all": state_hash.combined(arrays), "arrays": arrays},
                 "eval": self.order.score,
+                "fingerprint": fingerprint(self.order.meta.get("config", {})),
                 "meta": self.order.meta,
             }
             write_manifest(folder, content)

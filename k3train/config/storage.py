@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.object_store import in_object_store
 
 _CURES = {
     errno.ENOSPC: "no space left on the device; free some space or choose another run.dir",
@@ -27,11 +28,16 @@ def storage_error(path: PurePath, error: OSError, doing: str, exit_code: ExitCod
 
 @contextmanager
 def storage(path: PurePath, doing: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> Iterator[None]:
-    """Turn an OSError of the body into a UserError about ``path``."""
+    """Turn an OSError of the body, or any failure of an object store, into a UserError about ``path``."""
     try:
         yield
     except OSError as error:
         raise storage_error(path, error, doing, exit_code) from error
+    except Exception as error:
+        # Each store's library has error classes of its own.
+        if isinstance(error, UserError) or not in_object_store(path):
+            raise
+        raise UserError(f"{path}: cannot {doing}: {error}", exit_code) from error
 
 
 def write_whole(path: Path, text: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> None:
