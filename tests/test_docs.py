@@ -22,8 +22,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 KEYS = set(keys(Experiment))
 SECTIONS = {key for key in KEYS if "." not in key}
 SHELL, YAML = ("sh", "console"), "yaml"
-PENDING = {"ckpt", "replay"}  # commands that issue 3 brings; pages and docstrings speak of them already
-METRIC_FAMILIES = ("train", "eval", "moe", "attn", "kda", "attnres", "perf", "data")
+METRIC_FAMILIES = ("train", "guard", "eval", "moe", "attn", "kda", "attnres", "perf", "data")
 ROOMS = ("k3train", "tests", "scripts", "configs", "docs", "models", "kernels", "optim", "data", "train", "checkpoint",
          "run", "metrics", "parallel", "infer", "convert", "cli", "config")  # fmt: skip
 FILES = re.compile(r"\.(jsonl?|yaml|md|py|txt|bin|lock|png|gz)$")
@@ -68,12 +67,12 @@ CALL = re.compile(r"(\$ )?([A-Z0-9_]+=\S* )*(\S+/)?k3train ")
 
 
 def command_lines(text: str) -> list[list[str]]:
-    """Words of every call of k3train in a shell block; prompt, environment, pipes and ``[key=value ...]`` are cut."""
+    """Words of every call of k3train in a shell block; prompt, environment, pipes and `` [OPTIONAL]`` are cut."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         if not CALL.match(line):
             continue
-        words = shlex.split(line.replace("[key=value ...]", ""), comments=True)
+        words = shlex.split(re.sub(r" \[[^\]]*\]", "", line), comments=True)
         while words[0] == "$" or "=" in words[0]:
             words = words[1:]
         end = next((i for i, word in enumerate(words) if re.match(r"\||&&|;|\d?>", word)), len(words))
@@ -104,7 +103,7 @@ def test_commands_parse_and_name_real_keys(page: Path):
             pytest.fail(f"k3train does not take {' '.join(words)}")
         wrong = [text for text in getattr(args, "overrides", ()) if text.partition("=")[0] not in KEYS]
         assert not wrong, f"{words}: no such key: {wrong}"
-    wrong = [text for text in inline if shlex.split(text)[1] not in {*cli.COMMANDS, *PENDING}]
+    wrong = [text for text in inline if shlex.split(text)[1] not in cli.COMMANDS]
     assert not wrong, f"no such command: {wrong}"
 
 

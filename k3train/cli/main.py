@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train the model an experiment file describes, or go on with it",
     "evaluate": "held-out loss of a run's checkpoint",
     "generate": "let a run's checkpoint write text",
+    "replay": "run a step of a past run again and say whether it repeats",
     "ckpt": "list, verify, prune, compare and keep a run's checkpoints",
     "data": "prepare and inspect token stores",
     "config": "show, check or describe experiment files",
@@ -102,6 +103,8 @@ def _module(name: str) -> ModuleType:
             from k3train.cli import evaluate as module
         case "generate":
             from k3train.cli import generate as module
+        case "replay":
+            from k3train.cli import replay as module
         case "ckpt":
             from k3train.cli import ckpt as module
         case "data":

@@ -7,6 +7,7 @@ import jax
 
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.resolve import locate, resolve_resume
+from k3train.checkpoint.state_hash import combined, state_hash
 from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
@@ -36,8 +37,7 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     resume = way_to_go_on(run)
     found = resolve_resume(resume, manager.directory.parent)
     if found is None:
-        state = parts.factory.fresh(run.seed)
-        return Begun(_with_weights_of(parts, state, manager, say) if run.init_from else state, 0, 0, 0)
+        return _anew(parts, manager, say)
     own = found.directory == manager.directory
     source = manager if own else CheckpointManager(found.directory, parts.exp.checkpoint, peers=manager.peers, note=say)
     step = found.step
@@ -50,11 +50,51 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
                 ExitCode.CHECKPOINT,
             )
         step = good
-    state, meta = source.restore(step, parts.factory.abstract)
-    state = {"buffers": {}} | state  # a model without experts has none, and storage keeps no empty branch
+    begun = _restored(parts, source, step, say)
     if own:
         manager.retire(step)
-    say(f"resumed from {found.directory.parent} at step {step}")
+    say(f"resumed from {found.directory.parent} at step {step}, state {combined(state_hash(begun.state))}")
+    return begun
+
+
+def begin_before(step: int, parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
+    """The newest state that leads to ``step`` (steps done, counted from 1); touches nothing in the run folder.
+
+    That is the newest checkpoint before it that verifies, else what the run began with.
+
+    Raises:
+      UserError: the run began after that step, or its parent's checkpoint is gone.
+    """
+    for saved in sorted(manager.steps(), reverse=True):
+        if saved >= step:
+            continue
+        faults = manager.verify(saved)
+        if not faults:
+            say(f"from checkpoint {saved}")
+            return _restored(parts, manager, saved, say)
+        say(f"WARNING: checkpoint {saved} is damaged and passed over: {faults[0]}")
+    place, at, _ = parts.exp.run.resume.rpartition("@")
+    found = locate(parts.exp.run.resume, "run.resume") if at else None
+    if found is None or found.directory == manager.directory:
+        say("from the beginning")
+        return _anew(parts, manager, say)
+    if found.step >= step:
+        raise UserError(f"this run began with step {found.step} of {place}; replay step {step} there", ExitCode.USAGE)
+    say(f"from the run's parent, {place} at step {found.step}")
+    source = CheckpointManager(found.directory, parts.exp.checkpoint, peers=manager.peers, note=say)
+    return _restored(parts, source, found.step, say)
+
+
+def _anew(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
+    """No step done."""
+    state = parts.factory.fresh(parts.exp.run.seed)
+    return Begun(_with_weights_of(parts, state, manager, say) if parts.exp.run.init_from else state, 0, 0, 0)
+
+
+def _restored(parts: Assembly, source: CheckpointManager, step: int, say: Say) -> Begun:
+    """The state of a checkpoint."""
+    state, meta = source.restore(step, parts.factory.abstract)
+    state = {"buffers": {}} | state  # a model without experts has none, and storage keeps no empty branch
     return Begun(state, step, _samples(parts, meta, say), meta["tokens"])
 
 

@@ -19,6 +19,16 @@ from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
 from k3train.train.assembly import Assembly, assemble, open_data
 
 
+class OpenedRun(NamedTuple):
+    """The parts of a run that lies in a folder."""
+
+    parts: Assembly
+    folder: Path
+    """The run folder."""
+    trained_on: str | None
+    """Content hash of the store that the run was trained on; None where it is not known, or another was asked for."""
+
+
 class LoadedRun(NamedTuple):
     """Weights of one step, float32, and the parts they belong to."""
 
@@ -27,31 +37,42 @@ class LoadedRun(NamedTuple):
     buffers: dict
     step: int
     folder: Path
-    """The run folder."""
+    """As in ``OpenedRun``."""
     trained_on: str | None
-    """Content hash of the store that the run was trained on; None where it is not known, or another was asked for."""
+    """As in ``OpenedRun``."""
 
 
 def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[str], None]) -> LoadedRun:
     """Reads RUN or RUN@STEP with the run's own config, onto one device unless ``overrides`` give a mesh.
 
+    Raises:
+      UserError: exit 31 where there is no such checkpoint; else like :func:`open_run`.
+    """
+    found = locate(run, "RUN")
+    own_mesh = any(text.partition("=")[0].split(".")[0] == "mesh" for text in overrides)
+    mesh = [] if own_mesh else ["mesh.data=1", "mesh.fsdp=1"]
+    opened = open_run(Path(found.directory.parent), [*mesh, *overrides], one_device=not own_mesh)
+    if ema and opened.parts.exp.optim.ema is None:
+        raise UserError(f"--ema: {opened.folder} keeps no averaged weights (its optim.ema is null)")
+    weights = "ema" if ema else "params"
+    abstract = opened.parts.factory.abstract
+    wanted = {"buffers": abstract["buffers"], weights: abstract["params"]}
+    tree, *_ = restore_subtree(found.directory, found.step, wanted, key=None, note=say)
+    return LoadedRun(opened.parts, tree[weights], tree.get("buffers", {}), found.step, opened.folder, opened.trained_on)
+
+
+def open_run(folder: Path, overrides: Sequence[str], *, one_device: bool) -> OpenedRun:
+    """A run's parts by its own config and ``overrides``, on the config's mesh or on one device.
+
     Files and folders of the config are looked for where they were, and then in the same place as seen from the run
     folder, so that a run that was moved together with its data is found.
 
     Raises:
-      UserError: exit 31 where there is no such checkpoint; exit 30 where the run's config cannot be read, or the
-        tokenizer is not the one it was trained with.
+      UserError: exit 30 where the run's config cannot be read, or the tokenizer is not the one it was trained with.
     """
-    found = locate(run, "RUN")
-    folder = Path(found.directory.parent)
     given = {text.partition("=")[0] for text in overrides}
-    own_mesh = any(key.split(".")[0] == "mesh" for key in given)
-    mesh = [] if own_mesh else ["mesh.data=1", "mesh.fsdp=1"]
-    exp = load(folder / CONFIG, [*mesh, *overrides], Experiment).experiment
-    if ema and exp.optim.ema is None:
-        raise UserError(f"--ema: {folder} keeps no averaged weights (its optim.ema is null)")
-    exp = _found(exp, folder, given)
-    parts = assemble(exp, None if own_mesh else build_mesh(exp.mesh, jax.local_devices()[:1]))
+    exp = _found(load(folder / CONFIG, list(overrides), Experiment).experiment, folder, given)
+    parts = assemble(exp, build_mesh(exp.mesh, jax.local_devices()[:1]) if one_device else None)
     claims = _claims(folder)
     if "data.tokenizer.path" not in given and claims.get(TOKENIZER_KEY, parts.tokenizer.fingerprint) != (
         parts.tokenizer.fingerprint
@@ -60,14 +81,10 @@ def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[st
             f"{exp.data.tokenizer.path or exp.data.tokenizer.kind}: not the tokenizer that {folder} was trained with "
             "(its fingerprint differs: another file, or a library that encodes differently); bring the old one back"
         )
-    weights = "ema" if ema else "params"
-    wanted = {"buffers": parts.factory.abstract["buffers"], weights: parts.factory.abstract["params"]}
-    tree, *_ = restore_subtree(found.directory, found.step, wanted, key=None, note=say)
-    trained_on = None if "data.store" in given else claims.get(STORE_KEY)
-    return LoadedRun(parts, tree[weights], tree.get("buffers", {}), found.step, folder, trained_on)
+    return OpenedRun(parts, folder, None if "data.store" in given else claims.get(STORE_KEY))
 
 
-def open_run_data(run: LoadedRun, say: Callable[[str], None]) -> Store:
+def open_run_data(run: OpenedRun | LoadedRun, say: Callable[[str], None]) -> Store:
     """The token store of a loaded run. It is never made here: what it would be made from may have changed.
 
     Raises:

@@ -1,0 +1,159 @@
+"""``k3train replay``: run steps of a past run again and say whether they repeat."""
+
+import argparse
+import json
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from k3train.train.replay import Replay
+
+HELP = "run a step of a past run again"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", help="run folder; nothing in it is changed")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the run's own"
+    )
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
+    parser.add_argument("--times", type=int, default=2, metavar="N", help="how often to run it (default 2)")
+    parser.add_argument("--documents", action="store_true", help="name the documents that the step reads")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the steps and prints how they compare.
+
+    Raises:
+      UserError: see ``train/replay.py``; exit 2 for numbers that make no sense.
+    """
+    import sys
+    from pathlib import Path
+
+    from k3train.config.errors import UserError
+    from k3train.config.exit_codes import ExitCode
+
+    for option, value in (("--step", args.step), ("--times", args.times)):
+        if not 1 <= value < 2**31:
+            raise UserError(f"{option} {value}: give 1 or more", ExitCode.USAGE)
+    folder = Path(args.run).expanduser()
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no run folder (it has no config.yaml)", ExitCode.USAGE)
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from k3train.parallel import distributed
+
+    distributed.initialize()
+
+    from k3train.train.replay import replay
+
+    main = distributed.process_index() == 0
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not main)
+    with Progress(console=notes, transient=True) as bar:
+        task = bar.add_task("compiling, then running", total=None)
+        result = replay(
+            folder,
+            args.step,
+            args.times,
+            args.overrides,
+            lambda text: notes.print(text, markup=False),
+            lambda done, total: bar.update(task, completed=done, total=total, description="running"),
+        )
+    if main:
+        out = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+        if args.json:
+            print(json.dumps(as_json(result)))
+        else:
+            _print(result, args.documents, out)
+    return 0
+
+
+def as_json(result: "Replay") -> dict:
+    """The result in plain JSON; what is not finite reads as text."""
+
+    def plain(value):
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {
+        "from_step": result.began,
+        "steps": [
+            {
+                "step": step.step,
+                "same_batch": step.same_batch,
+                "difference": plain(step.difference),
+                "values": {name: plain(value) for name, value in step.values.items()},
+            }
+            for step in result.steps
+        ],
+        "repeatable": result.repeatable,
+        "repeats": [{"difference": plain(r.difference), "arrays": list(r.arrays)} for r in result.repeats],
+        "rows": [row._asdict() for row in result.rows],
+    }
+
+
+def _print(result: "Replay", documents: bool, out: "Console") -> None:
+    """Tables and a verdict."""
+    last = result.steps[-1].step
+    out.print(_steps_table(result))
+    known = [step for step in result.steps if step.difference is not None]
+    other = [str(step.step) for step in known if step.same_batch is False]
+    if other:
+        out.print(f"OTHER BATCHES than recorded at steps {', '.join(other)}: the data is not what the run read")
+    if not known:
+        out.print("metrics.jsonl has none of these steps")
+    elif worst := max(step.difference or 0.0 for step in known):
+        out.print(f"largest relative difference from the record: {worst:.3g} (loss, gradient norm)")
+    else:
+        out.print("loss and gradient norm agree with the record to the bit")
+    if result.repeatable:
+        out.print(
+            f"step {last} ran {len(result.repeats) + 1} times and repeats to the bit, the state after it included"
+        )
+    elif result.repeats:
+        arrays = sorted({name for repeat in result.repeats for name in repeat.arrays})
+        worst = max(repeat.difference for repeat in result.repeats)
+        some = ", ".join(arrays[:5]) + (", ..." if len(arrays) > 5 else "")
+        out.print(
+            f"step {last} DOES NOT REPEAT in {len(result.repeats) + 1} runs: largest relative difference of its "
+            f"metrics {worst:.3g}; {len(arrays)} arrays differ ({some})"
+        )
+    if documents:
+        out.print(_rows_table(result))
+
+
+def _steps_table(result: "Replay") -> "Table":
+    from rich.table import Table
+
+    from k3train.train.replay import LOSS, NORM, recorded
+
+    table = Table(title=f"replayed from step {result.began}")
+    for title in ("step", "loss", "recorded", "gradient norm", "recorded", "batch", "guard"):
+        table.add_column(title, justify="left" if title in ("batch", "guard") else "right")
+    batch = {None: "no record", True: "same", False: "OTHER"}
+    for step in result.steps:
+        values, cells = step.values, []
+        for name in (LOSS, NORM):
+            cells += [f"{values[name]:.6g}", f"{recorded(step.recorded, name):.6g}" if step.recorded else "-"]
+        flags = [flag for flag in ("nonfinite", "spike", "skipped") if values[f"train/{flag}"]]
+        table.add_row(str(step.step), *cells, batch[step.same_batch], ", ".join(flags))
+    return table
+
+
+def _rows_table(result: "Replay") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"what step {result.steps[-1].step} read")
+    for title in ("sample", "epoch", "row", "documents", "from"):
+        table.add_column(title, justify="left" if title in ("documents", "from") else "right")
+    for row in result.rows:
+        table.add_row(
+            str(row.sample), str(row.epoch), str(row.row), ", ".join(map(str, row.documents)), ", ".join(row.origins)
+        )
+    return table
