@@ -54,7 +54,6 @@ class CheckpointManager:
         self._config, self._run_id, self._note = config, run_id, note
         self._pending: Save | None = None
         self._told: Save | None = None
-        self._told: Save | None = None
         self._busy: set[str] = set()
         self._scores: dict[int, float] = {}
         self._good: set[Path] = set()

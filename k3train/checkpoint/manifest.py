@@ -41,7 +41,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     Args:
       folder: complete but for the manifest.
       content: ``step``, ``kind``, ``files`` (``{name: {size, sha256}}``), ``arrays`` (dtype and shape by dotted name),
-        ``state_hash``, ``eval`` and ``meta`` (JSON that the run wants back).
+        ``state_hash``, ``eval``, ``fingerprint`` (of the config) and ``meta`` (JSON that the run wants back).
 
     Raises:
       UserError: the disk is full (exit 60).

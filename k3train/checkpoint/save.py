@@ -109,8 +109,6 @@ class Save(threading.Thread):
             self.copied.set()
             if self.folder is not None:
                 self._busy.discard(self.folder.name)
-            if self.folder is not None:
-                self._busy.discard(self.folder.name)
         if self._peers.leads and not self.abandoned:
             try:
                 self._after()
@@ -124,7 +122,6 @@ class Save(threading.Thread):
             lambda: begin_save(self._directory, self.order.step, self._busy, self._run_id, self._note).name,
         )
         self.folder = folder = self._directory / name
-        self._refuse_abandoned()
         self._refuse_abandoned()
 
         def write() -> None:

@@ -90,6 +90,29 @@ def test_a_save_that_hangs_is_given_up_on(tmp_path, monkeypatch, where):
     assert not hung.is_alive()
     assert ("given up on" in str(hung.error)) if where == "begin_save" else (hung.good and manager.verify(10) == [])
     assert 20 in manager.steps() and manager.newest_good() == 20
+    manager.save(30, make_state(), META, block=True)
+    assert not [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()]
+
+
+def test_a_late_save_leaves_the_one_under_way_alone(tmp_path, monkeypatch):
+    """A save that hung before it chose its folder clears leftovers late: not those of the save that took its place."""
+    go, on, really, write = threading.Event(), threading.Event(), save_module.begin_save, save_module.write_manifest
+    manager = CheckpointManager(tmp_path, CheckpointConfig(timeout_minutes=0.5 / 60))
+    monkeypatch.setattr(save_module, "begin_save", lambda *args: (go.wait(30), really(*args))[1])
+    with pytest.raises(SaveFailed):
+        manager.save(10, make_state(), META)
+    hung = next(thread for thread in threading.enumerate() if thread.name == "save-10")
+    monkeypatch.setattr(save_module, "begin_save", really)
+    monkeypatch.setattr(save_module, "write_manifest", lambda *args: (on.wait(30), write(*args))[1])
+    manager._config = CheckpointConfig()
+    manager.save(10, make_state(), META)
+    while not (tmp_path / "10" / "_CHECKPOINT_METADATA").exists():
+        time.sleep(0.005)
+    go.set()
+    hung.join(30)
+    on.set()
+    manager.wait()
+    assert not hung.good and manager.verify(10) == [] and manager.steps() == [10]
 
 
 def test_what_was_written_wrongly_is_found_before_anything_is_deleted(manager, monkeypatch):
