@@ -77,7 +77,14 @@ def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
         prog=f"k3train {name}", description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     )
     module.add_arguments(parser)
-    return module, parser.parse_args(rest)
+    # argparse fills a list of words only once; overrides may also stand behind an option.
+    args, left = parser.parse_known_args(rest)
+    late = [word for word in left if "=" in word and not word.startswith("-")]
+    if len(late) < len(left) or (late and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return module, args
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -34,8 +34,8 @@ def experiment(root, tmp_path):
 def command(monkeypatch):
     """Puts a stand-in where the config command's module would be."""
 
-    def use(run):
-        module = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+    def use(run, add_arguments=lambda parser: None):
+        module = SimpleNamespace(add_arguments=add_arguments, run=run)
         monkeypatch.setattr(cli, "_module", lambda name: module)
 
     return use
@@ -47,6 +47,25 @@ def test_version_and_help(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in cli.COMMANDS)
+
+
+def test_overrides_may_stand_on_either_side_of_options(command):
+    seen = []
+
+    def run(args):
+        seen.append((args.run, args.step, args.overrides))
+        return 0
+
+    def add_arguments(parser):
+        parser.add_argument("run")
+        parser.add_argument("overrides", nargs="*", default=[])
+        parser.add_argument("--step", type=int)
+
+    command(run, add_arguments)
+    for words in (["RUN", "a.b=1", "--step", "3", "c=2"], ["--step", "3", "RUN", "a.b=1", "c=2"]):
+        assert cli.main(["config", *words]) == 0 and seen.pop() == ("RUN", 3, ["a.b=1", "c=2"])
+    for words in (["RUN", "--step", "3", "word"], ["RUN", "--stop=3"], ["RUN", "--stop", "a=3"]):
+        assert cli.main(["config", *words]) == ExitCode.USAGE and not seen
 
 
 @pytest.mark.parametrize(("argv", "message"), [
