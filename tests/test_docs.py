@@ -22,6 +22,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 KEYS = set(keys(Experiment))
 SECTIONS = {key for key in KEYS if "." not in key}
 SHELL, YAML = ("sh", "console"), "yaml"
+NUMBERS = ("STEP", "K", "N")  # stand for a number in a synopsis
 METRIC_FAMILIES = ("train", "guard", "eval", "moe", "attn", "kda", "attnres", "perf", "data")
 ROOMS = ("k3train", "tests", "scripts", "configs", "docs", "models", "kernels", "optim", "data", "train", "checkpoint",
          "run", "metrics", "parallel", "infer", "convert", "cli", "config")  # fmt: skip
@@ -76,7 +77,7 @@ def command_lines(text: str) -> list[list[str]]:
         while words[0] == "$" or "=" in words[0]:
             words = words[1:]
         end = next((i for i, word in enumerate(words) if re.match(r"\||&&|;|\d?>", word)), len(words))
-        found.append(words[1:end])
+        found.append(["1" if word in NUMBERS else word for word in words[1:end]])
     return found
 
 
