@@ -101,6 +101,7 @@ def test_the_devices_hash_what_the_host_hashes():
     facts = jax.jit(batch_facts)
     got = facts(Batch(*(jax.device_put(a, sharding) for a in batch)))
     assert hash_text(jax.device_get(got["hash"])) == batch_hash(batch) == hash_text(facts(batch)["hash"])
+    assert all(a.sharding.is_fully_replicated for a in got.values()), "every process must be able to read it"
     assert float(got["pad_frac"]) == pytest.approx(np.mean(batch.segment_ids == 0))
     assert float(got["docs_per_row"]) == pytest.approx(np.mean(batch.segment_ids.max(axis=1)))
     other, moved = batch.tokens.copy(), batch.segment_ids.copy()
