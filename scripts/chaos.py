@@ -57,7 +57,7 @@ from rich.table import Table
 
 from k3train.config.exit_codes import ExitCode
 
-DISK_MIB, LIMIT_S = 64, 300
+DISK_MIB, LIMIT_S = 64, 600
 KILLS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "usr2": signal.SIGUSR2, "int": signal.SIGINT}
 EXPLAINED = {
     "none": {ExitCode.FINISHED},
@@ -145,6 +145,7 @@ class Chaos:
             environment = environ(self.folder, layout, index, port)
             processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
             outputs.append(output)
+        hangs = False
         try:
             if disturb is not None:
                 disturb(processes)
@@ -152,12 +153,14 @@ class Chaos:
             for process in processes:
                 process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"still running after {LIMIT_S} s:\n{read(outputs)[-2000:]}") from None
+            hangs = True
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
             text = read(outputs)
+        if hangs:
+            raise TimeoutError(f"still running after {LIMIT_S} s:\n{text[-2000:]}")
         return tuple(process.returncode for process in processes), text
 
     # One round
