@@ -1,0 +1,117 @@
+"""Starts the processes of a run on this machine, as a launcher would, and looks at what they leave."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from k3train.parallel import distributed
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+    """CPU with ``devices`` forced devices; programs are compiled quickly and kept for the next test."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3train" / "e2e"
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Launched:
+    """``k3train train FILE OVERRIDES...`` in ``count`` processes that find each other.
+
+    Args:
+      logs: folder for the processes' output, ``<i>.log``.
+      devices: forced CPU devices of each process.
+      before: Python statements run before k3train, to put something in its way; may differ by process.
+    """
+
+    def __init__(
+        self, logs: Path, file: Path, *overrides: str, count: int = 1, devices: int = 1, before: Sequence[str] = ()
+    ):
+        self._logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        self.processes = []
+        for i in range(count):
+            env = environment(devices)
+            if count > 1:
+                env |= {
+                    distributed.COORDINATOR: f"localhost:{port}",
+                    distributed.NUM_PROCESSES: str(count),
+                    distributed.PROCESS_ID: str(i),
+                }
+            start = before[i] if i < len(before) else ""
+            code = f"import sys\n{start}\nfrom k3train.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+            command = [sys.executable, "-c", code, "train", str(file), *overrides]
+            with (logs / f"{i}.log").open("w") as log:
+                self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+
+    def log(self, i: int = 0) -> str:
+        """What process ``i`` has said so far."""
+        return (self._logs / f"{i}.log").read_text(errors="replace")
+
+    def until(self, condition: Callable[[], Any], seconds: float = 300) -> None:
+        """Wait for ``condition``; fails when the time is over or a process ends first."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s\n{self.logs()}"
+            assert all(process.poll() is None for process in self.processes), f"ended first\n{self.logs()}"
+            time.sleep(0.05)
+
+    def says(self, text: str, i: int = 0) -> Callable[[], bool]:
+        """Whether process ``i`` has said ``text``, as a condition."""
+        return lambda: text in self.log(i)
+
+    def send(self, number: signal.Signals, i: int = 0) -> None:
+        """A signal to process ``i``."""
+        self.processes[i].send_signal(number)
+
+    def codes(self, seconds: float = 300) -> list[int]:
+        """Wait for all; their exit codes."""
+        end = time.monotonic() + seconds
+        try:
+            return [process.wait(max(end - time.monotonic(), 0.1)) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s\n{self.logs()}") from None
+
+    def logs(self) -> str:
+        """The end of what all processes said."""
+        return "\n".join(f"--- process {i}\n{self.log(i)[-3000:]}" for i in range(len(self.processes)))
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def values(run: Path, key: str = "train/loss") -> dict[int, Any]:
+    """One metric by step; fails where a step has it twice."""
+    found: dict[int, Any] = {}
+    for text in (run / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if key in line:
+            assert line["step"] not in found, f"step {line['step']} twice"
+            found[line["step"]] = line[key]
+    return found
+
+
+def last_exit(run: Path) -> dict[str, Any]:
+    """How the run's latest attempt ended, by status.json."""
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "ended"
+    return status["last_exit"]
