@@ -138,10 +138,6 @@ class Save(threading.Thread):
         if self.abandoned:
             raise TimeoutError("given up on before it ended")
 
-    def _refuse_abandoned(self) -> None:
-        if self.abandoned:
-            raise TimeoutError("given up on before it ended")
-
     def _commit(self, folder: Path) -> None:
         """Hash the files between the processes; process 0 writes the manifest."""
         peers, label = self._peers, self.label
