@@ -2,8 +2,8 @@
 
     python scripts/bench/checkpoint.py FOLDER --gib 4 --arrays 64     # writes to, and deletes, a new folder in FOLDER
 
-The state is random float32 in equal arrays, sharded over all devices. A step of matrix products runs beside the save, to
-show that training goes on. Prints a table: seconds, and GiB/s of the state.
+The state is random float32 in equal arrays, sharded over all devices. A step of matrix products runs beside the save,
+to show that training goes on. Prints a table: seconds, and GiB/s of the state.
 """
 
 import argparse
