@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from etils.epath import Path
 
 from k3train.checkpoint.errors import CheckpointRefused
-from k3train.checkpoint.files import files_below
+from k3train.checkpoint.files import files_below, place
 from k3train.checkpoint.layout import FOLDER, Entry, complete, scan
 from k3train.config.drift import flatten
+from k3train.config.exit_codes import ExitCode
+from k3train.config.storage import storage
 
 
 def directory_of(run: str | PathLike[str]) -> Path:
@@ -19,10 +21,11 @@ def directory_of(run: str | PathLike[str]) -> Path:
     Raises:
       CheckpointRefused: there is no such folder.
     """
-    path = Path(run).expanduser().absolute()
-    if not path.is_dir():
-        raise CheckpointRefused(f"{path} is not a folder")
-    return path / FOLDER if (path / FOLDER).is_dir() else path
+    path = place(run)
+    with storage(path, "look for checkpoints", ExitCode.CHECKPOINT):
+        if not path.is_dir():
+            raise CheckpointRefused(f"{path} is not a folder")
+        return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 class Row(NamedTuple):

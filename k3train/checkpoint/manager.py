@@ -6,7 +6,7 @@ and ``note_score`` is called by all of them at the same step; process 0 decides,
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -34,6 +34,7 @@ class CheckpointManager:
       peers: the processes that save and restore together.
       run_id: whose checkpoints count; those of other runs are passed over. None takes any.
       note: hears about ignored, removed and failed things, one line each.
+      before_commit: called on the leading process before a checkpoint counts; the save fails where it raises.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CheckpointManager:
         peers: Peers | None = None,
         run_id: str | None = None,
         note: Note = print,
+        before_commit: Callable[[], None] = lambda: None,
     ):
         self.directory = place(directory)
         self.failures = 0
@@ -52,6 +54,7 @@ class CheckpointManager:
         """Newest step that this manager saved or verified and found good."""
         self.peers = peers or Peers()
         self._config, self._run_id, self._note = config, run_id, note
+        self._before_commit = before_commit
         self._pending: Save | None = None
         self._told: Save | None = None
         self._busy: set[str] = set()
@@ -113,6 +116,7 @@ class CheckpointManager:
             run_id=self._run_id,
             timeout_s=60 * self._config.timeout_minutes,
             note=self._note,
+            before_commit=self._before_commit,
             after=lambda: self._delete_surplus(step),
         )
         self._pending.start()

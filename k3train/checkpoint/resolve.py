@@ -11,6 +11,7 @@ from k3train.checkpoint.manifest import MANIFEST
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.object_store import make_ready
+from k3train.config.storage import storage
 
 
 class Found(NamedTuple):
@@ -68,8 +69,13 @@ def locate(text: str, key: str = "run.init_from") -> Found:
     Raises:
       CheckpointRefused: it is not there; the steps that are get listed.
     """
-    place, at, step = text.rpartition("@")
     make_ready(text)
+    with storage(text, "look for a checkpoint", ExitCode.CHECKPOINT):
+        return _locate(text, key)
+
+
+def _locate(text: str, key: str) -> Found:
+    place, at, step = text.rpartition("@")
     if at and Path(text).expanduser().is_dir():  # the @ is part of a folder's name
         place, at, step = text, "", ""
     path = Path(place if at else text).expanduser()

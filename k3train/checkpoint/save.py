@@ -29,7 +29,6 @@ from k3train.checkpoint.manifest import (
 from k3train.checkpoint.orbax_store import orbax_context
 from k3train.checkpoint.policies import Kind
 from k3train.config.fingerprint import fingerprint
-from k3train.config.fingerprint import fingerprint
 from k3train.parallel.peers import Peers
 
 
@@ -55,6 +54,7 @@ class Save(threading.Thread):
       run_id: the run that saves.
       timeout_s: time after which the save is overdue.
       note: hears about leftovers and long hashing.
+      before_commit: called on process 0 before the checkpoint counts; the save fails where it raises.
       after: called on process 0 once the checkpoint is verified: deletes what is no longer wanted.
 
     Attributes:
@@ -76,6 +76,7 @@ class Save(threading.Thread):
         run_id: str | None,
         timeout_s: float,
         note: Note,
+        before_commit: Callable[[], None],
         after: Callable[[], None],
     ):
         # A daemon: a save that hangs must not keep the process from ending.
@@ -84,7 +85,7 @@ class Save(threading.Thread):
         self.folder: Path | None = None
         self.label = peers.name("save")
         self._directory, self._peers, self._busy, self._note, self._after = directory, peers, busy, note, after
-        self._run_id = run_id
+        self._run_id, self._before_commit = run_id, before_commit
         self._deadline = time.monotonic() + timeout_s
         self._state: Tree = state
         self._arrays = array_table(state)
@@ -148,6 +149,7 @@ class Save(threading.Thread):
 
         def commit() -> None:
             arrays = state_hash.fetch(self._sums)
+            self._before_commit()
             self._refuse_abandoned()
             content = {
                 "step": self.order.step,

@@ -33,17 +33,16 @@ def run(args: argparse.Namespace) -> int:
       UserError: see ``train/replay.py``; exit 2 for numbers that make no sense.
     """
     import sys
-    from pathlib import Path
 
+    from k3train.checkpoint.files import place
     from k3train.config.errors import UserError
     from k3train.config.exit_codes import ExitCode
 
     for option, value in (("--step", args.step), ("--times", args.times)):
         if not 1 <= value < 2**31:
             raise UserError(f"{option} {value}: give 1 or more", ExitCode.USAGE)
-    folder = Path(args.run).expanduser()
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder}: no run folder (it has no config.yaml)", ExitCode.USAGE)
+    if not (place(args.run) / "config.yaml").exists():
+        raise UserError(f"{args.run}: no run folder (it has no config.yaml)", ExitCode.USAGE)
 
     from rich.console import Console
     from rich.progress import Progress
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(console=notes, transient=True) as bar:
         task = bar.add_task("compiling, then running", total=None)
         result = replay(
-            folder,
+            args.run,
             args.step,
             args.times,
             args.overrides,

@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
@@ -20,14 +20,14 @@ _CURES = {
 }
 
 
-def storage_error(path: PurePath, error: OSError, doing: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> UserError:
+def storage_error(path: object, error: OSError, doing: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> UserError:
     """The message for a file operation that the system refused; names the path, the reason and the cure."""
     reason = _CURES.get(error.errno or 0, error.strerror or str(error))
     return UserError(f"{path}: cannot {doing}: {reason}", exit_code)
 
 
 @contextmanager
-def storage(path: PurePath, doing: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> Iterator[None]:
+def storage(path: object, doing: str, exit_code: ExitCode = ExitCode.RUN_FOLDER) -> Iterator[None]:
     """Turn an OSError of the body, or any failure of an object store, into a UserError about ``path``."""
     try:
         yield

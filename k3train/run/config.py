@@ -43,6 +43,8 @@ class RunConfig(Section, drift="free"):
     """Run folder or checkpoint whose weights (and nothing else) the run begins with."""
     init_partial: Frozen[bool] = False
     """Let ``init_from`` lack arrays or hold others of another shape; each is named."""
+    mirror: PathText | None = None
+    """Folder for the mirrors of run folders in object stores; none takes ``k3train/mirror`` in the user's cache."""
     peer_timeout_s: PositiveFloat = 30.0
     """Seconds without a sign of life after which a process of the run counts as dead and all end."""
     watchdog: WatchdogConfig = WatchdogConfig()

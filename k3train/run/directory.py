@@ -8,6 +8,7 @@ events.jsonl     branches and changes of the config, by step
 status.json      run/status.py
 metrics.jsonl    metrics/writers/jsonl.py
 checkpoints/     checkpoint/layout.py
+lock/            run/lease.py; in an object store, where the small files above are put from a mirror (run/mirror.py)
 """
 
 import json
@@ -21,20 +22,24 @@ from types import TracebackType
 from typing import Any
 
 import yaml
+from etils.epath import Path as AnyPath
 
+from k3train.checkpoint.files import names_in, place
 from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
 from k3train.config.drift import Change, compare, derived, guarded
+from k3train.config.dump import dump_config
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.fingerprint import fingerprint
+from k3train.config.object_store import in_object_store
 from k3train.config.section import Drift
 from k3train.config.storage import storage, write_whole
-from k3train.config.yaml_reader import scalar
 from k3train.experiment import Experiment
 from k3train.metrics.goodput import attempts_of
 from k3train.run.identity import Parent, refuse
 from k3train.run.lock import RunLock
 from k3train.run.phases import Phases
+from k3train.run.remote import RemoteFolder
 from k3train.run.status import Status, lost_line, read_status
 
 LOCK, EXPERIMENT, CONFIG, ATTEMPTS = "run.lock", "experiment.json", "config.yaml", "attempts.jsonl"
@@ -48,9 +53,11 @@ class RunDirectory:
     """A run's folder, opened for training.
 
     Args:
-      path: ``run.dir``; made where absent.
+      path: ``run.dir``, on a disk or in an object store; made where absent.
       config: the resolved config (``Experiment.model_dump(mode="json")``).
-      main: whether this is process 0, the only one that locks and writes.
+      main: whether this is process 0, the only one that locks and writes the run's records.
+      process: this process's number.
+      mirror: ``run.mirror``.
       parent: the run whose state a new folder begins with.
 
     Raises:
@@ -58,8 +65,21 @@ class RunDirectory:
         another trainer uses it, or it cannot be written to.
     """
 
-    def __init__(self, path: Path | str, config: Mapping[str, Any], *, main: bool = True, parent: Parent | None = None):
-        self.path = Path(path).expanduser().absolute()
+    def __init__(
+        self,
+        path: Path | str,
+        config: Mapping[str, Any],
+        *,
+        main: bool = True,
+        process: int = 0,
+        mirror: str | None = None,
+        parent: Parent | None = None,
+    ):
+        self._remote = RemoteFolder(str(path), mirror, process) if in_object_store(path) else None
+        self.path = self._remote.path if self._remote else Path(path).expanduser().absolute()
+        """Where files are written: the folder itself, or its mirror."""
+        self.address: Path | str = self._remote.address if self._remote else self.path
+        """Where the run is."""
         self.attempt = 0
         """Number of the present attempt, from 1; 0 before ``begin_attempt``."""
         self.changes: list[Change] = []
@@ -68,25 +88,36 @@ class RunDirectory:
         """status.json, from ``begin_attempt`` on; process 0 only."""
         self._lock: RunLock | None = None
         self._config, self._parent = config, parent
-        if not main:
-            return
-        _refuse_foreign(self.path)
-        with storage(self.path, "make the run folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = RunLock(self.path / LOCK)
         try:
-            self._settle()
+            self._open(main)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, main: bool) -> None:
+        """Take what is ours; make the folder what it is to be."""
+        if main and self._remote is None:
+            _refuse_foreign(self.path)
+            with storage(self.path, "make the run folder"):
+                self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.path / LOCK)
+            self._settle()
+        elif self._remote is not None and main:
+            _refuse_names(self.address, self._remote.names())
+            self._lock = self._remote.open(LOCK)
+            self._settle()
+            self._remote.push()
+            self._remote.begin()
+        elif self._remote is not None:
+            self._remote.begin_beside()
 
     def _settle(self) -> None:
         """Under the lock: compare or write what the folder stands for, then the config."""
         stored = read_experiment(self.path)
         self.run_id = stored["run_id"] if stored else secrets.token_hex(6)
-        if stored is not None and _trained(self.path):
+        if stored is not None and self._trained():
             first = compare(Experiment, stored["config"], self._config)
-            refuse(self.path, first)
+            refuse(self.address, first)
             probe(self.path)
             fixed = [change for change in first if change.drift != Drift.FREE]
             latest = compare(Experiment, self._stored_config(), self._config)
@@ -130,19 +161,33 @@ class RunDirectory:
             return
         stored = read_experiment(self.path)
         if stored is None:
-            raise UserError(f"{self.path / EXPERIMENT} has vanished", ExitCode.RUN_FOLDER)
+            raise UserError(f"{self.address}/{EXPERIMENT} has vanished", ExitCode.RUN_FOLDER)
         old = stored["claimed"]
         if key not in old:
             self._write_experiment(stored, {**old, key: value})
         elif old[key] != value:
-            refuse(self.path, [Change(key, old[key], value, Drift.FROZEN)])
+            refuse(self.address, [Change(key, old[key], value, Drift.FROZEN)])
 
     # Attempts
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / CHECKPOINTS
+    def checkpoints(self) -> AnyPath:
+        """The folder of the checkpoints; never in a mirror."""
+        return place(self.address) / CHECKPOINTS
+
+    def _trained(self) -> bool:
+        """Whether the folder holds anything that a training made."""
+        metrics = self.path / METRICS
+        return has_checkpoints(self.address) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+    def push(self) -> None:
+        """Put the records into the object store, where the run is in one: before a checkpoint counts.
+
+        Raises:
+          UserError: the store refuses, or another trainer has taken the folder (exit 33).
+        """
+        if self._remote is not None and self._lock is not None:
+            self._remote.push()
 
     def begin_attempt(
         self, facts: Mapping[str, Any], resumed_step: int | None = None, phases: Phases | None = None
@@ -206,6 +251,8 @@ class RunDirectory:
         # status.json first: it is what requeue logic reads.
         status.end(end)
         self._append(ATTEMPTS, {"event": event, **end, "seconds": status.seconds()})
+        if self._remote is not None:
+            self._remote.finish()
 
     def event(self, name: str, step: int, **content: Any) -> None:
         """Write down in events.jsonl what happened to the run after ``step``."""
@@ -226,7 +273,9 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Release the lock."""
+        """Push what is left, release the lock."""
+        if self._remote is not None:
+            self._remote.finish()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -238,33 +287,10 @@ class RunDirectory:
         self.close()
 
 
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer, but quoting all text that our YAML 1.2 reader would take for something else (``1e-4``)."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = None if isinstance(scalar(text), str) else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
-def dump_config(config: Mapping[str, Any]) -> str:
-    """A resolved config as YAML that ``config/yaml_reader.py`` reads back equal; innermost lists stay on one line."""
-    plain = json.loads(json.dumps(config))
-    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-
-
 def has_checkpoints(path: Path | str) -> bool:
     """Whether anything lies in the run folder's checkpoints, damaged or not."""
-    folder = Path(path).expanduser() / CHECKPOINTS
-    return folder.is_dir() and any(folder.iterdir())
-
-
-def _trained(path: Path) -> bool:
-    """Whether the folder holds anything that a training made."""
-    metrics = path / METRICS
-    return has_checkpoints(path) or (metrics.is_file() and metrics.stat().st_size > 0)
+    with storage(path, "look for checkpoints"):
+        return bool(names_in(place(path) / CHECKPOINTS))
 
 
 def _plain_changes(changes: Sequence[Change]) -> dict[str, list]:
@@ -283,15 +309,17 @@ def read_experiment(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises:
       UserError: it cannot be read (exit 33).
     """
-    file = Path(path).expanduser() / EXPERIMENT
+    file = place(path) / EXPERIMENT
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text())
         if not content.keys() >= {"run_id", "config", "claimed", "created", "parent"}:
             raise ValueError("it is not the record of an experiment")
         return content
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except Exception as error:
+        if not (in_object_store(path) or isinstance(error, OSError | ValueError | AttributeError)):
+            raise
         raise UserError(f"{file} cannot be read ({error}); choose another run.dir", ExitCode.RUN_FOLDER) from error
 
 
@@ -334,6 +362,11 @@ def _refuse_foreign(path: Path) -> None:
         if not path.is_dir():
             raise UserError(f"{path} is a file; run.dir must name a folder", ExitCode.RUN_FOLDER)
         names = sorted(entry.name for entry in path.iterdir())
+    _refuse_names(path, names)
+
+
+def _refuse_names(path: Path | str, names: list[str]) -> None:
+    """Refuse a folder by the names of what lies in it."""
     # A run that died between taking the lock and writing experiment.json leaves only these.
     others = [name for name in names if name != LOCK and not name.startswith((".probe.", f".{EXPERIMENT}."))]
     if others and EXPERIMENT not in names:

@@ -59,7 +59,14 @@ def train(exp: Experiment, began: float | None = None) -> ExitCode:
         try:
             parent = parent_of(exp) if main else None
             folder = stack.enter_context(
-                RunDirectory(exp.run.dir, exp.model_dump(mode="json"), main=main, parent=parent)
+                RunDirectory(
+                    exp.run.dir,
+                    exp.model_dump(mode="json"),
+                    main=main,
+                    process=distributed.process_index(),
+                    mirror=exp.run.mirror,
+                    parent=parent,
+                )
             )
             watch.attach(folder)
             code, reason = Run(exp, folder, watch, main).go()
@@ -345,5 +352,5 @@ class Run:
                 return ExitCode.SAVE_FAILED, f"finished, but step {step} could not be saved"
         if step > self.first or not self.has_line(SAMPLES, step, "text"):
             self.sample(step)
-        self.say(f"finished at step {step}; the run lies in {self.folder.path}")
+        self.say(f"finished at step {step}; the run lies in {self.folder.address}")
         return ExitCode.FINISHED, "finished"

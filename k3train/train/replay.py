@@ -8,12 +8,14 @@ Nothing is written.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from k3train.checkpoint.files import place
 from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.state_hash import state_hash
@@ -28,6 +30,7 @@ from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.parallel.peers import Peers
 from k3train.run.directory import METRICS, read_attempts
+from k3train.run.mirror import local_copy
 from k3train.train.assembly import Assembly
 from k3train.train.begin import Begun, begin_before
 from k3train.train.load import open_run, open_run_data
@@ -87,7 +90,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    folder: Path,
+    run: str | PathLike[str],
     step: int,
     times: int,
     overrides: Sequence[str],
@@ -97,7 +100,7 @@ def replay(
     """Runs a run's steps up to ``step`` again, from the newest checkpoint before it, and the last one ``times`` times.
 
     Args:
-      folder: the run folder.
+      run: the run folder, on a disk or in an object store.
       step: the last step to run, from 1.
       times: how often to run it; more than once needs room for two states on the devices.
       overrides: values that go before the run's own (a mesh for another machine).
@@ -106,13 +109,14 @@ def replay(
     Raises:
       UserError: no such run, step or checkpoint; data that is not the run's.
     """
+    folder = local_copy(run)
     opened = open_run(folder, [*free_values_at(folder, step), *overrides], one_device=False)
     parts, exp = opened.parts, opened.parts.exp
-    manager = CheckpointManager(folder / CHECKPOINTS, exp.checkpoint, peers=Peers.of_this_run(), note=say)
+    manager = CheckpointManager(place(run) / CHECKPOINTS, exp.checkpoint, peers=Peers.of_this_run(), note=say)
     begun = begin_before(step, parts, manager, say)
     parts = parts.going_on(begun.step, begun.tokens)
     if step > parts.steps:
-        raise UserError(f"{folder}: the run has {parts.steps} steps, so there is no step {step}", ExitCode.USAGE)
+        raise UserError(f"{run}: the run has {parts.steps} steps, so there is no step {step}", ExitCode.USAGE)
     store = open_run_data(opened, say)
     loader = Loader(
         store.train,

@@ -36,6 +36,7 @@ class Saver:
             peers=Peers.of_this_run(60 * exp.checkpoint.timeout_minutes),
             run_id=self._run_id,
             note=say,
+            before_commit=folder.push,
         )
         self.facts: dict[str, Any] = {}
         """What else the manifests say of the run."""
