@@ -72,13 +72,13 @@ def initialize(environ: Mapping[str, str] | None = None, peer_timeout_s: float =
 
 
 def process_index() -> int:
-    """Number of this process, from 0."""
-    return jax.process_index()
+    """Number of this process, from 0; asking starts no devices."""
+    return runtime.global_state.process_id
 
 
 def process_count() -> int:
-    """Processes of the run."""
-    return jax.process_count()
+    """Processes of the run; asking starts no devices."""
+    return runtime.global_state.num_processes
 
 
 def barrier(name: str) -> None:
@@ -86,7 +86,7 @@ def barrier(name: str) -> None:
 
     It goes through the coordination service and not the devices, so that any thread may use it beside the training.
     """
-    if jax.process_count() > 1:
+    if process_count() > 1:
         with _ordinals_lock:
             ordinal = next(_ordinals[name])
         _client().wait_at_barrier(f"k3train/{name}/{ordinal}", round(_BARRIER_S * 1000))
@@ -94,12 +94,12 @@ def barrier(name: str) -> None:
 
 def broadcast(value: Any) -> Any:
     """Process 0's ``value``, a small JSON value, on every process; the others' is not looked at."""
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return value
     with _ordinals_lock:
         key = f"k3train/broadcast/{next(_ordinals['broadcast'])}"
     client = _client()
-    if jax.process_index() == 0:
+    if process_index() == 0:
         client.key_value_set(key, json.dumps(value))
         return value
     return json.loads(client.blocking_key_value_get(key, round(_BARRIER_S * 1000)))

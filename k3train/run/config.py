@@ -1,6 +1,6 @@
 """The run section: where a run lives, how it starts, and when it counts as stuck or dead. Imports no JAX."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,9 @@ class RunConfig(Section, drift="free"):
     """Let ``init_from`` lack arrays or hold others of another shape; each is named."""
     mirror: PathText | None = None
     """Folder for the mirrors of run folders in object stores; none takes ``k3train/mirror`` in the user's cache."""
+    determinism: Literal["off", "strict"] = "off"
+    """strict: on the same devices and software, a resumed run has the same bits as one that never stopped; slower, and
+    other surroundings are refused."""
     peer_timeout_s: PositiveFloat = 30.0
     """Seconds without a sign of life after which a process of the run counts as dead and all end."""
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -189,6 +189,13 @@ class RunDirectory:
         if self._remote is not None and self._lock is not None:
             self._remote.push()
 
+    def surroundings(self, facts: Mapping[str, Any]) -> list[Change]:
+        """What of an attempt's surroundings (``facts`` of run/environment.py) differs from the attempt before."""
+        starts = [line for line in read_attempts(self.path) if line["event"] == "start"] if self._lock else []
+        before = starts[-1] if starts else {}
+        names = [name for name in _DERIVED if name in before and name in facts]
+        return derived({name: before[name] for name in names}, {name: facts[name] for name in names})
+
     def begin_attempt(
         self, facts: Mapping[str, Any], resumed_step: int | None = None, phases: Phases | None = None
     ) -> int:
@@ -208,12 +215,7 @@ class RunDirectory:
         if own and own[-1]["event"] == "start":
             earlier.append(lost_line(before_status, self.attempt - 1))
             self._append(ATTEMPTS, earlier[-1])
-        before = starts[-1] if starts else {}
-        names = [name for name in _DERIVED if name in before and name in facts]
-        self.changes = [
-            *self.changes,
-            *derived({name: before[name] for name in names}, {name: facts[name] for name in names}),
-        ]
+        self.changes = [*self.changes, *self.surroundings(facts)]
         line = {
             "event": "start",
             "attempt": self.attempt,

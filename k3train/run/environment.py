@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from k3train.run.determinism import own_flags
+
 _PACKAGES = ("k3train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -44,5 +46,5 @@ def facts() -> dict[str, Any]:
         "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "processes": jax.process_count(),
         "git_commit": git_commit(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": own_flags(os.environ.get("XLA_FLAGS", "")),
     }

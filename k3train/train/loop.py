@@ -22,6 +22,7 @@ from k3train.metrics.writers.jsonl import JsonlWriter, read_jsonl, set_aside
 from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.run.branch import parent_of
+from k3train.run.determinism import COST, Strict, read_kept, refuse_changes
 from k3train.run.directory import METRICS, RunDirectory
 from k3train.run.environment import facts
 from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
@@ -101,6 +102,8 @@ class Run:
         self.phases = watch.phases
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
         self.first = 0
+        kept = read_kept(folder.path) if main and exp.run.determinism == "strict" else None
+        self.strict = Strict(distributed.broadcast(kept)) if exp.run.determinism == "strict" else None
         self.saver = Saver(exp, folder, watch.phases, self.say, main)
         watch.kept = lambda: self.saver.holds(watch.phases.step)
         if folder.changes:
@@ -130,6 +133,8 @@ class Run:
             if not self.watch.must_leave:
                 self.loader.close()
             self.recorder.close()
+            if self.strict is not None:
+                self.strict.close()
 
     def turn_back(self) -> Outcome:
         """Ends before the first step, as was asked."""
@@ -172,6 +177,9 @@ class Run:
     def open_records(self) -> None:
         """Begins the attempt in the run folder; lines of steps that will be done anew are set aside."""
         self.phases.step = self.first
+        if self.strict is not None:
+            refuse_changes(self.folder.changes, self.folder.surroundings(facts()))
+            self.say(COST)
         attempt = self.folder.begin_attempt(facts(), self.first or None, self.phases)
         if self.folder.status is not None:
             self.folder.status.checkpoint = lambda: self.saver.manager.newest_verified
@@ -201,6 +209,8 @@ class Run:
                 self.watch.aside(self.on_mesh, self.evaluator.compile)
             self.recorder.note(perf__compile_s=seconds)
             self.say(f"compiled in {seconds:.1f} s")
+            if self.strict is not None and self.main:
+                self.strict.keep(self.folder.path)
             self.watch.ready()
         return step_fn
 

@@ -1,0 +1,171 @@
+"""Several processes under jax.distributed: the same run, stopped together, and never left hanging by a dead peer."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from launch import Launched, last_exit, values
+
+from k3train.config.exit_codes import ExitCode
+
+KEYS = ("train/loss", "data/batch_hash", "train/grad_norm", "eval/holdout/loss")
+# Waits before some batch until a file named ``go`` lies in the folder: time for the test to act in.
+HOLD = """
+import pathlib, time
+from k3train.data.loader import Loader
+following, go = Loader.__next__, pathlib.Path({folder!r}) / "go"
+def held(loader):
+    while loader.sample == {sample} and not go.exists():
+        time.sleep(0.05)
+    return following(loader)
+Loader.__next__ = held
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Text, store and experiment file of all runs here."""
+    made = tmp_path_factory.mktemp("processes")
+    tiny.write_text(made)
+    exp = tiny.experiment(
+        made,
+        model=tiny.SHALLOW,
+        train={"steps": 6},
+        eval={"every": 3},
+        checkpoint={"every": 4},
+        mesh={"data": 2},
+        run={"dir": str(made / "run"), "peer_timeout_s": 10.0},
+    )
+    (made / "run.yaml").write_text(yaml.safe_dump(exp.model_dump(mode="json")))
+    return made
+
+
+def launched(folder: Path, name: str, count: int, *overrides: str, before=()) -> Launched:
+    """A run in ``folder/name``, two devices in all."""
+    given = (f"run.dir={folder / name}", *overrides)
+    return Launched(
+        folder / f"{name}-logs", folder / "run.yaml", *given, count=count, devices=2 // count, before=before
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """One process with two devices, undisturbed."""
+    with launched(folder, "whole", 1) as run:
+        assert run.codes() == [0], run.logs()
+    return folder / "whole"
+
+
+def hold(folder: Path, name: str, batch: int) -> str:
+    """Statements that hold a process before the batch of a step."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    return HOLD.format(folder=str(folder / name), sample=4 * (batch - 1))
+
+
+def test_a_signal_to_either_stops_both_at_one_step_and_two_processes_repeat_one(folder: Path, whole: Path):
+    """USR2 to process 1 and TERM to process 0, each while the other waits; then on to the end."""
+    name, gate = "stopped", folder / "stopped-gate"
+    before = [hold(folder, gate.name, 3)] * 2
+    with launched(folder, name, 2, before=before) as run:
+        run.until(lambda: 2 in seen(folder / name))
+        run.send(signal.SIGUSR2, 1)
+        time.sleep(3)
+        (gate / "go").touch()
+        assert run.codes(60) == [ExitCode.TIME_LIMIT_SAVED] * 2, run.logs()
+    stopped = last_exit(folder / name)
+    assert stopped["code"] == 11 and "SIGUSR2" in stopped["reason"] and 2 <= stopped["step"] < 6
+    (gate / "go").unlink()
+    with launched(folder, name, 2, before=[hold(folder, gate.name, 5)] * 2) as run:
+        run.until(lambda: 4 in seen(folder / name))
+        run.send(signal.SIGTERM, 0)
+        time.sleep(3)
+        (gate / "go").touch()
+        assert run.codes(60) == [ExitCode.PREEMPTED_SAVED] * 2, run.logs()
+    with launched(folder, name, 2) as run:
+        assert run.codes() == [0, 0], run.logs()
+    for key in KEYS:
+        assert values(folder / name, key) == values(whole, key), key
+    assert state_hash(folder / name) == state_hash(whole)
+    for i in range(2):
+        record = json.loads((folder / name / "processes" / f"{i}.json").read_text())
+        assert record["process"] == i and record["pid"] and record["step"] <= 6
+
+
+def seen(run: Path) -> set[int]:
+    """Steps in metrics.jsonl so far (a step is written when the next one is on its way), and the one after."""
+    file = run / "metrics.jsonl"
+    lines = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+    return {line["step"] + shift for line in lines for shift in (0, 1)}
+
+
+def state_hash(run: Path) -> dict:
+    return json.loads((run / "checkpoints" / "6" / "manifest.json").read_text())["state_hash"]
+
+
+def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path, whole: Path):
+    """Compiling for ever: both leave, with 12. One of two stuck in its loader: both leave after some patience."""
+    slow = "import time, k3train.train.loop as loop\nloop.compile_step = lambda parts: time.sleep(600)\n"
+    with launched(folder, "compiling", 2, before=[slow, slow]) as run:
+        run.until(lambda: phase(folder / "compiling") == "compile")
+        run.send(signal.SIGTERM, 1)
+        began = time.monotonic()
+        assert run.codes(30) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
+        assert time.monotonic() - began < 12
+    with launched(folder, "stuck", 2, before=["", hold(folder, "stuck-gate", 3)]) as run:
+        run.until(lambda: 2 in seen(folder / "stuck"))
+        run.send(signal.SIGTERM, 0)
+        assert run.codes(40) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
+    assert "SIGTERM" in last_exit(folder / "stuck")["reason"]
+
+
+def phase(run: Path) -> str:
+    """What the run does, by status.json."""
+    file = run / "status.json"
+    return json.loads(file.read_text())["phase"] if file.exists() else ""
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_peer_ends_all_and_is_named(folder: Path, whole: Path, victim: int):
+    """kill -9: the other leaves within the time limit, and says who died where; the next attempt goes on."""
+    name = f"killed-{victim}"
+    with launched(folder, name, 2, before=[hold(folder, f"{name}-gate", 3)] * 2) as run:
+        run.until(lambda: 2 in seen(folder / name))
+        time.sleep(2)  # a beat, so that step and phase are known
+        began = time.monotonic()
+        run.send(signal.SIGKILL, victim)
+        codes = {0: 0, 1: 0}
+        for i, process in enumerate(run.processes):
+            codes[i] = process.wait(40)
+        assert codes == {victim: -signal.SIGKILL, 1 - victim: ExitCode.PEER_LOST}, run.logs()
+        assert time.monotonic() - began < 30
+        assert f"process {victim} (pid {run.processes[victim].pid}" in run.log(1 - victim)
+    failure = json.loads((folder / name / "first_failure.json").read_text())
+    assert failure["process"] == victim and failure["pid"] == run.processes[victim].pid
+    assert failure["step"] == 2 and failure["phase"] == "data" and failure["host"]
+    if victim == 1:
+        assert last_exit(folder / name)["code"] == ExitCode.PEER_LOST
+
+
+def test_an_error_of_one_ends_all_with_its_code(folder: Path, whole: Path):
+    """One process cannot read its data any more: its message and exit code are everybody's."""
+    broken = """
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+from k3train.data.loader import Loader
+following = Loader.__next__
+def breaking(loader):
+    if loader.sample >= 8:
+        raise UserError("the disk with the shards is gone", ExitCode.CONFIG)
+    return following(loader)
+Loader.__next__ = breaking
+"""
+    with launched(folder, "broken", 2, before=["", broken]) as run:
+        assert run.codes() == [ExitCode.CONFIG] * 2, run.logs()
+        assert "the disk with the shards is gone" in run.log(0) and "process 1" in run.log(0)
+    failure = json.loads((folder / "broken" / "first_failure.json").read_text())
+    assert failure["process"] == 1 and failure["code"] == ExitCode.CONFIG
+    assert last_exit(folder / "broken")["code"] == ExitCode.CONFIG
