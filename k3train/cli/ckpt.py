@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import pathlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -190,15 +193,20 @@ def _refuse_without_a_good_one(staying: "list[Entry]") -> None:
 def _undisturbed(directory: "Path") -> Iterator[None]:
     """No trainer uses the run meanwhile."""
     from k3train.checkpoint.layout import FOLDER
+    from k3train.config.object_store import in_object_store
     from k3train.run.directory import LOCK
+    from k3train.run.lease import Lease
     from k3train.run.lock import RunLock
 
-    if directory.name != FOLDER:
+    def lost(message: str) -> None:
+        print(f"k3train: error: {message}", file=sys.stderr, flush=True)
+        os._exit(ExitCode.RUN_FOLDER)
+
+    if directory.name != FOLDER:  # checkpoints by themselves, without a run
         yield
         return
-    import pathlib
-
-    lock = RunLock(pathlib.Path(directory.parent) / LOCK)
+    run = directory.parent
+    lock = Lease(str(run), note=print, lost=lost) if in_object_store(run) else RunLock(pathlib.Path(run) / LOCK)
     try:
         yield
     finally:

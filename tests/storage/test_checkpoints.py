@@ -12,6 +12,7 @@ from k3train.checkpoint.errors import CheckpointRefused, SaveFailed
 from k3train.checkpoint.layout import scan
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.resolve import locate, resolve_resume
+from k3train.cli.main import main
 from k3train.config.object_store import filesystem, get, objects_below, put
 
 
@@ -93,3 +94,19 @@ def test_an_outage_is_a_failed_save(s3, s3_server, monkeypatch):
     manager.save(10, make_state(seed=10), META, block=True)
     assert manager.failures == 0 and manager.newest_good() == 10
     assert same(manager.restore(10, abstract_of(make_state()))[0], jax.tree.map(lambda x: x, make_state(seed=10)))
+
+
+def test_the_ckpt_command(s3, capsys):
+    """list, verify, prune, keep and diff at an address."""
+    manager = CheckpointManager(f"{s3}/checkpoints", CheckpointConfig(keep=9))
+    for step in (5, 10, 15):
+        manager.save(step, make_state(seed=step), META | {"config": {"checkpoint": {"keep": 9}}}, block=True)
+    assert main(["ckpt", "list", s3, "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [5, 10, 15]
+    assert main(["ckpt", "verify", s3, "--all"]) == 0
+    assert main(["ckpt", "diff", f"{s3}@5", f"{s3}@10", "--values"]) == 0
+    assert main(["ckpt", "keep", s3, "5"]) == 0
+    assert main(["ckpt", "prune", s3, "--keep", "1"]) == 0
+    assert manager.steps() == [5, 15]
+    flip(biggest(f"{s3}/checkpoints/15"))
+    assert main(["ckpt", "verify", s3]) == 31
