@@ -9,7 +9,6 @@ Where a store is, and who we are to it, is said by the environment, as for every
 
 import functools
 import importlib.util
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from k3train.config.errors import UserError
@@ -107,11 +106,6 @@ def create(path: object, content: bytes) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def written_at(path: object) -> datetime:
-    """When the store, by its own clock, last wrote the object."""
-    return filesystem(path).modified(str(path))
 
 
 def delete(path: object) -> None:
