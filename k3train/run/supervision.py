@@ -74,7 +74,7 @@ class Supervision:
         self.kept: Callable[[], bool] = lambda: False
         """Whether a good checkpoint holds the state that the run is in."""
         self._leaving = threading.Lock()
-        self._began = began
+        self._began, self._patience_s = began, config.peer_timeout_s + 3 * BEAT_S
 
     # Beginning
 
@@ -188,12 +188,17 @@ class Supervision:
             if self._folder is not None:
                 self._folder.end_attempt(code, reason, self.phases.step)
             return
+        if not isinstance(error, UserError) and type(error).__module__.startswith("jax"):
+            # A collective breaks at once when a process goes; who went is known a little later, and ends this one too.
+            time.sleep(self._patience_s)
+        self.peers.on_failure = self._write_first_failure
+        first = self.peers.fail(self.peers.own_failure(code, reason))
+        if first["process"] != self.process:
+            self._peer_failed(first)
         if isinstance(error, UserError):
             self.tell(f"k3train: error: {error}")
         else:
             traceback.print_exception(error)
-        self.peers.on_failure = self._write_first_failure
-        self.peers.fail(self.peers.own_failure(code, reason))
         self.leave(code, reason)
 
     def leave(self, code: int, reason: str, step: int | None = None) -> None:
