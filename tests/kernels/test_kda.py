@@ -85,6 +85,15 @@ def test_chunked_equals_recurrent(dtype, decay, same_key):
         assert_near(got, want, TOLERANCE[np.dtype(dtype).name])
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 8, 32])
+def test_chunks_of_any_size(chunk):
+    shape = Shape(2, 40, 1, 4, 6)
+    arrays, cot = cast(inputs(shape, "softplus"), np.float32), cotangents(shape, np.float32)
+    ids = packed_ids((9, 30), 40).repeat(2, axis=0)
+    got = value_and_grads("chunked", chunk)(arrays, ids, *cot)
+    assert_near(got, value_and_grads("recurrent")(arrays, ids, *cot), 1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 17, 65])
 def test_rows_of_any_length(tokens):
     arrays = cast(inputs(Shape(1, tokens, 1, 8, 12), "bounded"), np.float32)
@@ -138,6 +147,42 @@ def test_nothing_before_a_perturbed_token_changes(implementation):
         after, _ = run(*changed, segment_ids=ids)
         assert np.array_equal(before[:, :t], after[:, :t]), t
         assert not np.array_equal(before[:, t:], after[:, t:]), t
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "recurrent"])
+def test_no_gradient_crosses_documents_in_any_bit(implementation):
+    lengths, tokens = (15, 17, 24), 56
+    shape = Shape(1, tokens, 2, 8, 8)
+    arrays, other = (cast(inputs(shape, decay, seed=s), np.float32) for s, decay in enumerate(("bounded", "none")))
+    (do, dstate), (do_other, _) = cotangents(shape, np.float32), cotangents(shape, np.float32, seed=5)
+    run = value_and_grads(implementation, 16)
+    ids = jnp.pad(packed_ids(lengths, tokens), ((0, 3), (0, 0)))  # the compiled shape of other tests
+    rows = lambda a: jnp.pad(a, ((0, 3),) + ((0, 0),) * (a.ndim - 1))  # noqa: E731
+    before = run(jax.tree.map(rows, arrays), ids, rows(do), rows(dstate))
+    bounds = np.cumsum((0, *lengths))
+    for lo, hi in pairwise(bounds):
+        own = (np.arange(tokens) >= lo) & (np.arange(tokens) < hi)
+        mix = lambda a, b, own=own: jnp.where(own.reshape(1, -1, *(1,) * (a.ndim - 2)), a, b)  # noqa: E731
+        changed = arrays | {n: mix(arrays[n], other[n]) for n in ARGS}
+        after = run(jax.tree.map(rows, changed), ids, rows(mix(do, do_other)), rows(dstate))
+        for name in ("o", *ARGS):
+            assert np.array_equal(before[name][0, own], after[name][0, own]), (name, lo)
+            assert not np.array_equal(before[name][0, ~own], after[name][0, ~own])
+
+
+def test_a_checkpointed_scan_has_the_same_gradients():
+    shape = Shape(2, 17, 1, 4, 4)
+    arrays = cast(inputs(shape, "bounded"), np.float32)
+
+    def loss(arrays, run, wrap):
+        def layer(v, _):
+            return wrap(lambda v: v + run(*(arrays[n] for n in ("q", "k")), v, arrays["g"], arrays["beta"])[0])(v), None
+
+        return jnp.sum(jnp.square(jax.lax.scan(layer, arrays["v"], None, length=2)[0]))
+
+    grads = jax.jit(jax.grad(loss), static_argnums=(1, 2))
+    want = grads(arrays, forward("recurrent"), lambda f: f)
+    assert_near(grads(arrays, forward("chunked", 8), jax.checkpoint), want, 1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "recurrent"])

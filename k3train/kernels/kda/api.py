@@ -40,9 +40,9 @@ def kda(
     """Per token: S <- diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = scale S^T q (k3-facts 2.1).
 
     The state restarts where ``segment_ids`` change; a document may begin anywhere. Tokens of segment 0 are padding:
-    they leave the state as it is and their output is zero. Differentiable in q, k, v, g, beta and initial_state; what
-    the backward pass keeps is the caller's choice (``jax.checkpoint`` round a layer leaves the inputs only). All
-    arithmetic is wide, bf16 inputs included: the gradient of g does not survive bf16.
+    they leave the state as it is and their output is zero. Differentiable once, in q, k, v, g, beta and initial_state;
+    ``jax.checkpoint`` round a layer leaves only its inputs to keep. All arithmetic is wide, bf16 inputs included: the
+    gradient of g does not survive bf16.
 
     Args:
       q: [B, T, H, K].
@@ -73,15 +73,14 @@ def kda(
     dtype = v.dtype
     q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, initial_state))
     q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    decay = jnp.exp(g)
     if segment_ids is None:
-        o, state = core(q, k, v, decay, beta, state, precision)
+        o, state = core(q, k, v, g, beta, state, precision)
         return o.astype(dtype), state
     valid = (segment_ids > 0)[..., None]  # [B, T, 1]
     starts = document_starts(segment_ids)[..., None, None]
     beta = jnp.where(valid, beta, 0)
-    decay = jnp.where(starts, 0, jnp.where(valid[..., None], decay, 1))
-    o, state = core(q, k, v, decay, beta, state, precision)
+    g = jnp.where(starts, -jnp.inf, jnp.where(valid[..., None], g, 0))
+    o, state = core(q, k, v, g, beta, state, precision)
     return jnp.where(valid[..., None], o, 0).astype(dtype), state
 
 

@@ -9,7 +9,7 @@ def recurrent(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    decay: jax.Array,
+    g: jax.Array,
     beta: jax.Array,
     state: jax.Array,
     precision: lax.PrecisionLike,
@@ -20,7 +20,7 @@ def recurrent(
       q: [B, T, H, K], scaled.
       k: [B, T, H, K].
       v: [B, T, H, V].
-      decay: [B, T, H, K] factors in [0, 1]; 0 forgets what came before (a new document).
+      g: [B, T, H, K] logarithms of the decay; -inf forgets what came before (a new document).
       beta: [B, T, H].
       state: [B, H, K, V] before the first token.
       precision: of the matrix products.
@@ -37,6 +37,11 @@ def recurrent(
         state = state + k[..., None] * residual[..., None, :]
         return state, jnp.einsum("bhkv,bhk->bhv", state, q, precision=precision)
 
-    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta))
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay_factors(g), beta))
     state, o = lax.scan(step, state, tokens)
     return jnp.moveaxis(o, 0, 1), state
+
+
+def decay_factors(g: jax.Array) -> jax.Array:
+    """exp(g), exactly 0 for -inf on every backend."""
+    return jnp.where(g == -jnp.inf, 0, jnp.exp(g))
