@@ -13,6 +13,19 @@ from typing import Any
 
 from k3train.parallel import distributed
 
+# For ``before``: nothing is compiled, and the first step never ends.
+NO_COMPILATION = """
+import time
+import k3train.train.loop as loop
+from k3train.checkpoint.manager import CheckpointManager
+from k3train.data.loader import Loader
+from k3train.train.evaluate import Evaluator
+def forever(*args, **options):
+    time.sleep(600)
+loop.compile_step = lambda parts: forever
+Evaluator.compile = lambda self: None
+"""
+
 
 def environment(devices: int = 1) -> dict[str, str]:
     """CPU with ``devices`` forced devices; programs are compiled quickly and kept for the next test."""

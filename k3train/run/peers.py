@@ -143,6 +143,8 @@ class PeerWatch:
             if i == self.process or last.get("done"):
                 continue
             gone = i in self._visible and born(last["pid"]) != last["born"]
+            if gone and json.loads(self._notes.get(f"beat/{i}") or "{}").get("done"):
+                continue  # it said good-bye since the beats were read
             if gone or now - when > self._timeout_s:
                 reason = "it is gone (killed or crashed)" if gone else f"no sign of life for {now - when:.0f} s"
                 self.fail(self._death(i, reason))
@@ -182,7 +184,7 @@ class PeerWatch:
 
     def part(self) -> None:
         """Leave in the right order: process 0, which carries the service, last."""
-        self._done = True
+        self.finish()
         with suppress(Exception):
             self._notes.set(f"left/{self.process}", "")
             until = time.monotonic() + _LEAVING_S

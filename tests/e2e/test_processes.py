@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from launch import Launched, last_exit, values
+from launch import NO_COMPILATION, Launched, last_exit, values
 
 from k3train.config.exit_codes import ExitCode
 
@@ -67,6 +67,7 @@ def hold(folder: Path, name: str, batch: int) -> str:
     return HOLD.format(folder=str(folder / name), sample=4 * (batch - 1))
 
 
+@pytest.mark.slow
 def test_a_signal_to_either_stops_both_at_one_step_and_two_processes_repeat_one(folder: Path, whole: Path):
     """USR2 to process 1 and TERM to process 0, each while the other waits; then on to the end."""
     name, gate = "stopped", folder / "stopped-gate"
@@ -111,7 +112,8 @@ def state_hash(run: Path) -> dict:
     return json.loads((run / "checkpoints" / "6" / "manifest.json").read_text())["state_hash"]
 
 
-def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path, whole: Path):
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path):
     """Compiling for ever: both leave, with 12. One of two stuck in its loader: both leave after some patience."""
     slow = "import time, k3train.train.loop as loop\nloop.compile_step = lambda parts: time.sleep(600)\n"
     with launched(folder, "compiling", 2, before=[slow, slow]) as run:
@@ -120,23 +122,27 @@ def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path, 
         began = time.monotonic()
         assert run.codes(30) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
         assert time.monotonic() - began < 12
-    with launched(folder, "stuck", 2, before=["", hold(folder, "stuck-gate", 3)]) as run:
-        run.until(waits(folder / "stuck", attempt=1, step=3, phase="step"))
+    with launched(folder, "stuck", 2, before=[NO_COMPILATION, NO_COMPILATION + hold(folder, "stuck-gate", 1)]) as run:
+        run.until(waits(folder / "stuck", attempt=1, phase="step"))
         run.send(signal.SIGTERM, 0)
         assert run.codes(40) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
     assert "SIGTERM" in last_exit(folder / "stuck")["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_peer_ends_all_and_is_named(folder: Path, whole: Path, victim: int):
+def test_a_killed_peer_ends_all_and_is_named(folder: Path, victim: int):
     """kill -9: the other leaves within the time limit, and says who died where.
 
     With process 1 the other is in a collective, which breaks at once; process 0 takes the coordination service along.
     """
     name = f"killed-{victim}"
-    held = hold(folder, f"{name}-gate", 3)
-    with launched(folder, name, 2, before=["" if victim else held, held]) as run:
-        run.until(waits(folder / name, attempt=1, **({"step": 3, "phase": "step"} if victim else {"step": 2})))
+    if victim:
+        before, shows = ["", hold(folder, f"{name}-gate", 3)], {"step": 3, "phase": "step"}
+    else:
+        before, shows = [NO_COMPILATION + hold(folder, f"{name}-gate", 1)] * 2, {"step": 0}
+    with launched(folder, name, 2, before=before) as run:
+        run.until(waits(folder / name, attempt=1, **shows))
         time.sleep(2)  # a beat, so that step and phase are known
         began = time.monotonic()
         run.send(signal.SIGKILL, victim)
@@ -148,25 +154,23 @@ def test_a_killed_peer_ends_all_and_is_named(folder: Path, whole: Path, victim: 
         assert f"process {victim} (pid {run.processes[victim].pid}" in run.log(1 - victim)
     failure = json.loads((folder / name / "first_failure.json").read_text())
     assert failure["process"] == victim and failure["pid"] == run.processes[victim].pid
-    assert failure["step"] == 2 and failure["phase"] == "data" and failure["host"]
+    assert failure["step"] == (2 if victim else 0) and failure["phase"] == "data" and failure["host"]
     if victim == 1:
         assert last_exit(folder / name)["code"] == ExitCode.PEER_LOST
 
 
-def test_an_error_of_one_ends_all_with_its_code(folder: Path, whole: Path):
+@pytest.mark.slow
+def test_an_error_of_one_ends_all_with_its_code(folder: Path):
     """One process cannot read its data any more: its message and exit code are everybody's."""
     broken = """
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.loader import Loader
-following = Loader.__next__
 def breaking(loader):
-    if loader.sample >= 8:
-        raise UserError("the disk with the shards is gone", ExitCode.CONFIG)
-    return following(loader)
+    raise UserError("the disk with the shards is gone", ExitCode.CONFIG)
 Loader.__next__ = breaking
 """
-    with launched(folder, "broken", 2, before=["", broken]) as run:
+    with launched(folder, "broken", 2, before=[NO_COMPILATION, NO_COMPILATION + broken]) as run:
         assert run.codes() == [ExitCode.CONFIG] * 2, run.logs()
         assert "the disk with the shards is gone" in run.log(0) and "process 1" in run.log(0)
     failure = json.loads((folder / "broken" / "first_failure.json").read_text())

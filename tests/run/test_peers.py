@@ -98,6 +98,23 @@ def test_a_process_that_is_gone_is_noticed_at_once_on_its_own_host(three):
     assert heard[0][1]["process"] == 1 and heard[0][1]["pid"] == other.pid and "gone" in heard[0][1]["reason"]
 
 
+def test_who_says_good_bye_while_the_beats_are_read_is_not_missed(three, monkeypatch):
+    notes, watches, heard = three
+    watches[1].beat()
+    watches[0].beat()
+    below = notes.below
+
+    def reading(folder):
+        found = below(folder)
+        watches[1].part()
+        return found
+
+    notes.below = reading
+    monkeypatch.setattr(module, "born", lambda pid: None)  # and is gone a moment later
+    watches[0].beat()
+    assert not heard
+
+
 def test_a_pid_of_another_name_space_says_nothing(three):
     """A container of the same host name: its process numbers mean others here."""
     notes, watches, heard = three

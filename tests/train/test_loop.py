@@ -16,6 +16,7 @@ import pytest
 import tiny
 from launch import last_exit, values
 
+from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.loader import Loader
 from k3train.experiment import Experiment
@@ -275,3 +276,21 @@ def test_killed_between_a_checkpoint_and_its_metrics(bench: Bench, whole: Path, 
         ("start", 1), ("lost", 1), ("start", 2), ("lost", 2), ("start", 3), ("end", 3),
     ]  # fmt: skip
     assert json.loads((run / "status.json").read_text())["goodput"]["idle"] > 0
+
+
+def test_strict_determinism_goes_on_in_the_same_surroundings_only(bench: Bench, whole: Path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    exp, run = bench.experiment("strict", run={"determinism": "strict"}), bench.folder / "strict"
+    kill_before(monkeypatch, 4)
+    with pytest.raises(Killed):
+        loop.train(exp)
+    before = (run / "attempts.jsonl").read_text()
+    jaxlib = json.loads(before.splitlines()[0])["versions"]["jaxlib"]
+    (run / "attempts.jsonl").write_text(before.replace(f'"jaxlib": "{jaxlib}"', '"jaxlib": "0.1"'))
+    with pytest.raises(UserError, match=f"versions.jaxlib: was 0.1, now {jaxlib}") as refused:
+        loop.train(exp)
+    assert refused.value.exit_code == ExitCode.RUN_FOLDER
+    assert last_exit(run)["code"] == ExitCode.RUN_FOLDER
+    (run / "attempts.jsonl").write_text(before)
+    assert train(exp)[0] == 0
+    same_as(run, whole)
