@@ -90,7 +90,7 @@ def environ(folder: Path, layout: Layout, index: int, port: int) -> dict[str, st
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={layout.devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={layout.devices} --xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "PYTHONUNBUFFERED": "1",
         **(several if layout.processes > 1 else {}),
