@@ -137,10 +137,11 @@ class Run:
                 self.strict.close()
 
     def turn_back(self) -> Outcome:
-        """Ends before the first step, as was asked."""
+        """Ends before the first step, as was asked; nothing is new since the checkpoint to go on from, if any."""
         self.watch.turned_back()
+        kept = self.first > 0 or bool(self.saver.manager.steps())
         self.say(f"{self.watch.stop.describe()}; no step was done in this attempt")
-        return self.watch.stop_code(self.saver.holds(self.first)), self.watch.stop.describe()
+        return self.watch.stop_code(kept), self.watch.stop.describe()
 
     # Before the first step
 
