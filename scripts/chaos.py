@@ -105,29 +105,33 @@ class Chaos:
         write_text(folder / "text")
         self.config.write_text(yaml.safe_dump(experiment(folder)))
         self.want: dict[int, str] = {}
-        self.final = ""
+        self.final, self.loss = "", 0.0
         self.band = (0.0, 0.0)
         self.attempt_s = 0.0
 
-    def undisturbed(self, say: Callable[[str], None]) -> None:
+    def undisturbed(self, pool: ThreadPoolExecutor, say: Callable[[str], None]) -> None:
         """Runs the experiment on every layout: the yardstick and the band."""
-        losses = []
-        for i, layout in enumerate(LAYOUTS):
-            run, began = self.folder / f"undisturbed-{i}", time.monotonic()
-            codes, text = self.attempt(run, layout)
-            if codes != (0,) * layout.processes:
-                sys.exit(f"the undisturbed run on {layout} ended with {codes}:\n{text[-3000:]}")
-            lines = metrics(run)
-            losses.append(next(line["eval/holdout/loss"] for line in lines if "eval/holdout/loss" in line))
-            if layout == ONE:
-                self.want, self.final = batch_hashes(lines), final_hash(run)
-            if batch_hashes(lines) != self.want:
-                sys.exit(f"the undisturbed run on {layout} read other batches than the one on {ONE}")
-            self.attempt_s = max(self.attempt_s, time.monotonic() - began)
-            say(f"undisturbed on {layout}: held-out loss {losses[-1]:.9f}, {time.monotonic() - began:.0f} s")
+        self._undisturbed(0, say)  # alone, since it makes the token store
+        losses = [self.loss, *pool.map(lambda i: self._undisturbed(i, say), range(1, len(LAYOUTS)))]
         width = max(losses) - min(losses)
         self.band = (min(losses) - width, max(losses) + width)
         say(f"band {self.band[0]:.9f} to {self.band[1]:.9f} (spread of the five {width:.1e}); state {self.final}")
+
+    def _undisturbed(self, number: int, say: Callable[[str], None]) -> float:
+        """Held-out loss after an undisturbed run on one layout; the first is what the others are compared with."""
+        run, layout, began = self.folder / f"undisturbed-{number}", LAYOUTS[number], time.monotonic()
+        codes, text = self.attempt(run, layout)
+        if codes != (0,) * layout.processes:
+            sys.exit(f"the undisturbed run on {layout} ended with {codes}:\n{text[-3000:]}")
+        lines = metrics(run)
+        loss = next(line["eval/holdout/loss"] for line in lines if "eval/holdout/loss" in line)
+        if layout == ONE:
+            self.want, self.final, self.loss = batch_hashes(lines), final_hash(run), loss
+        if batch_hashes(lines) != self.want:
+            sys.exit(f"the undisturbed run on {layout} read other batches than the one on {ONE}")
+        self.attempt_s = max(self.attempt_s, time.monotonic() - began)
+        say(f"undisturbed on {layout}: held-out loss {loss:.9f}, {time.monotonic() - began:.0f} s")
+        return loss
 
     # One attempt
 
@@ -289,8 +293,8 @@ def main() -> int:
     if not tmpfs:
         console.print("no tmpfs can be mounted here (that needs root): no disk is filled up")
     chaos, numbers = Chaos(folder, tmpfs), range(args.first, args.first + args.rounds)
-    chaos.undisturbed(console.print)
-    with Progress(console=console) as progress, ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool, Progress(console=console) as progress:
+        chaos.undisturbed(pool, progress.print)
         task, rounds = progress.add_task("rounds", total=args.rounds), []
         for one in pool.map(lambda number: chaos.round(number, args.seed), numbers):
             rounds.append(one)
