@@ -5,24 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3train.kernels.attention import specs
 from k3train.kernels.attention.api import attention
+from k3train.kernels.attention.specs import ATOL, BFLOAT16_GRADIENT, BFLOAT16_OUTPUT, CASES, RTOL, Shape
 
-HEADS, KEY, VALUE = 2, 6, 4
-
-
-def inputs(rows, tokens, seed=0, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    q, k = rng.normal(size=(2, rows, tokens, HEADS, KEY)).astype(np.float32)
-    v, do = rng.normal(size=(2, rows, tokens, HEADS, VALUE)).astype(np.float32)
-    return tuple(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(do)
+SHAPE = Shape(2, 40, 2, 6, 4)
 
 
-def segments(rows, tokens, seed=1):
-    """Documents of random lengths, the last row ending in padding."""
-    rng = np.random.default_rng(seed)
-    ids = np.cumsum(rng.random((rows, tokens)) < 0.2, axis=1) + 1
-    ids[-1, -(tokens // 3) :] = 0
-    return jnp.asarray(ids, jnp.int32)
+def inputs(rows, tokens, dtype=np.float32):
+    drawn = specs.inputs(SHAPE._replace(rows=rows, tokens=tokens))
+    return tuple(jnp.asarray(drawn[n], dtype) for n in ("q", "k", "v")), jnp.asarray(drawn["do"])
 
 
 def value_and_grads(qkv, do, segment_ids, implementation, block=512):
@@ -34,17 +26,15 @@ def value_and_grads(qkv, do, segment_ids, implementation, block=512):
     return *out, *grads
 
 
-@pytest.mark.parametrize(
-    ("tokens", "block", "packed"),
-    [(1, 512, False), (7, 512, True), (16, 4, True), (37, 8, False), (45, 4, True)],
-)
-def test_blockwise_equals_reference(tokens, block, packed):
-    qkv, do = inputs(2, tokens)
-    ids = segments(2, tokens) if packed else None
-    got = value_and_grads(qkv, do, ids, "blockwise", block)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.shape.tokens))
+def test_blockwise_equals_reference(case):
+    rows, tokens = case.shape[:2]
+    qkv, do = inputs(rows, tokens)
+    ids = jnp.asarray(specs.segment_ids(rows, tokens)) if case.packed else None
+    got = value_and_grads(qkv, do, ids, "blockwise", case.block)
     want = value_and_grads(qkv, do, ids, "reference")
     for name, g, w in zip(("o", "max_logit", "dq", "dk", "dv"), got, want, strict=True):
-        np.testing.assert_allclose(g, w, rtol=2e-5, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(g, w, rtol=RTOL, atol=ATOL, err_msg=name)
 
 
 def test_padding_gives_zeros_and_an_empty_batch_is_finite():
@@ -69,7 +59,7 @@ def test_packed_equals_separate_documents():
         o1, top1, *grads1 = value_and_grads(tuple(x[:, part] for x in qkv), do[:, part], None, "blockwise", 4)
         tops.append(top1)
         for got, want in zip((o, *grads), (o1, *grads1), strict=True):
-            np.testing.assert_allclose(np.asarray(got)[:, part], want, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(np.asarray(got)[:, part], want, rtol=RTOL, atol=ATOL)
         start += length
     np.testing.assert_allclose(top, np.max(tops, axis=0), rtol=1e-6)
 
@@ -104,7 +94,8 @@ def test_bfloat16_is_close_to_the_same_inputs_in_float32():
     got = value_and_grads(qkv, do, None, "blockwise", 16)
     want = value_and_grads(tuple(x.astype(jnp.float32) for x in qkv), do, None, "reference")
     assert got[0].dtype == jnp.float32
-    for g, w, limit in zip(got, want, (8e-3, 8e-3, 1e-2, 1e-2, 1e-2), strict=True):
+    limits = (BFLOAT16_OUTPUT,) * 2 + (BFLOAT16_GRADIENT,) * 3
+    for g, w, limit in zip(got, want, limits, strict=True):
         error = np.asarray(g, np.float32) - np.asarray(w)
         assert np.linalg.norm(error) <= limit * np.linalg.norm(np.asarray(w))
 
@@ -123,4 +114,4 @@ def test_no_square_of_scores_is_held():
 
     loss = lambda q, k, v: jnp.sum(attention(q, k, v, scale=0.4, block=block)[0] * do)  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
-    assert max(sizes(jaxpr.jaxpr)) == HEADS * block * tokens  # one block of scores, and nothing larger
+    assert max(sizes(jaxpr.jaxpr)) == SHAPE.heads * block * tokens  # one block of scores, and nothing larger
