@@ -19,7 +19,12 @@ class Shape(NamedTuple):
 
 
 QUICKSTART = (Shape(8, 256, 4, 32, 32), Shape(8, 256, 4, 64, 64))
-H200 = (Shape(1, 4096, 8, 128, 128), Shape(1, 8192, 96, 128, 128), Shape(4, 4096, 32, 128, 128))
+H200 = (
+    Shape(8, 4096, 6, 128, 128),
+    Shape(1, 4096, 8, 128, 128),
+    Shape(1, 8192, 96, 128, 128),
+    Shape(4, 4096, 32, 128, 128),
+)
 
 # max|got - want| / max|want| against the recurrence in the same dtype, outputs and every gradient by itself.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
