@@ -33,6 +33,7 @@ from k3train.train.assembly import assemble, open_data
 from k3train.train.begin import begin
 from k3train.train.evaluate import Evaluator
 from k3train.train.introduce import introduce
+from k3train.train.memory import out_of_memory
 from k3train.train.profiler import Profiler
 from k3train.train.record import LOADS, SAMPLES, Moment, Recorder
 from k3train.train.saver import Saver
@@ -72,7 +73,10 @@ def train(exp: Experiment, began: float | None = None) -> ExitCode:
             watch.attach(folder)
             code, reason = Run(exp, folder, watch, main).go()
         except Exception as error:
-            watch.failed(error)
+            refused = out_of_memory(error, exp)
+            watch.failed(refused or error)
+            if refused is not None:
+                raise refused from error
             raise
         if watch.must_leave:
             watch.leave(code, reason)
