@@ -1,9 +1,10 @@
 """``run.determinism: strict``: after a resume, the bits that would have been. JAX is imported when it is asked for.
 
 On a GPU the same program gives other bits where kernels add in any order, or where autotuning, which measures, picked
-another kernel. So kernels of the first sort are excluded, the autotuning results of the first attempt are kept in the
-run folder and used by all later ones, and no compiled program is taken from a cache that other runs fill. (XLA's
-``xla_gpu_deterministic_ops`` does the first too, but turns autotuning off, which costs more.)
+another kernel. So kernels of the first sort are excluded, and no compiled program is taken from a cache that other
+runs fill. XLA of jaxlib 0.11.2 then tunes nothing either; where a version does, the results of the first attempt are
+kept in the run folder and used by all later ones. Keeping the results without excluding kernels cost no speed, but was
+not enough (docs/log.md, 2026-11-30).
 """
 
 import os
@@ -19,8 +20,9 @@ from k3train.config.storage import write_whole
 
 AUTOTUNE = "autotune.txt"
 COST = (
-    "run.determinism is strict: kernels that add in any order are excluded, every start compiles anew, and a resume "
-    "needs the same versions, flags, devices and process count"
+    "run.determinism is strict: kernels that add in any order, and on a GPU autotuning, are off (steps took 3.8 times "
+    "as long on an H200), every start compiles anew, and a resume needs the same versions, flags, devices and process "
+    "count"
 )
 _EXCLUDE = "--xla_gpu_exclude_nondeterministic_ops=true"
 _DUMP, _LOAD = "--xla_gpu_dump_autotune_results_to=", "--xla_gpu_load_autotune_results_from="
@@ -51,8 +53,8 @@ class Strict:
         jax.config.update("jax_enable_compilation_cache", False)
 
     def keep(self, folder: Path) -> None:
-        """Everything is compiled: keep the first attempt's results (there are none without a GPU). Process 0."""
-        if not self._known and self._file.exists():
+        """Everything is compiled: keep the first attempt's results, if XLA left any. Process 0."""
+        if not self._known and self._file.exists() and self._file.stat().st_size:
             write_whole(folder / AUTOTUNE, self._file.read_text())
 
     def close(self) -> None:
