@@ -299,8 +299,8 @@ def main() -> int:
         for one in pool.map(lambda number: chaos.round(number, args.seed), numbers):
             rounds.append(one)
             progress.advance(task)
-            if one.misses:
-                progress.print(f"round {one.number}: {one.misses}", markup=False)
+            done = " ".join(f"{a.damage}+{a.disturbance}" if a.damage else a.disturbance for a in one.attempts)
+            progress.print(f"round {one.number}: {done}: {one.misses or 'good'}", markup=False, highlight=False)
     console.print(render(rounds))
     missed = [one.number for one in rounds if one.misses]
     console.print(f"{len(rounds)} rounds, {len(missed)} missed{f': {missed}' if missed else ''}; seed {args.seed}")
