@@ -205,12 +205,6 @@ def moments(e: Experiment) -> Iterator[Fault]:
 
 def intervals(e: Experiment) -> Iterator[Fault]:
     """Times and spans are what they are meant to be."""
-    if e.checkpoint.every_minutes is not None and e.checkpoint.every_minutes <= 0:
-        yield Fault(
-            ("checkpoint.every_minutes",),
-            f"{e.checkpoint.every_minutes} minutes pass at once",
-            "set minutes above 0, or null to save by steps alone",
-        )
     span = e.metrics.profile_steps
     if span and (len(span) != 2 or not 0 <= span[0] <= span[1]):
         yield Fault(

@@ -32,14 +32,32 @@ def dump(**values) -> dict:
 def test_every_key_of_the_experiment_has_a_class():
     found = classes(Experiment)
     expected = {
-        "model.hidden_size": "frozen", "model.moe.top_k": "frozen", "model.mtp": "frozen", "model.mtp.loss_weight": "branch",
-        "data.shuffle_seed": "frozen", "data.tokenizer.kind": "frozen", "data.tokenizer.path": "free", "run.seed": "frozen",
-        "optim.matrices": "frozen", "optim.muon.per_head": "frozen", "optim.muon.lr": "branch", "train.tokens": "branch",
-        "optim.schedule.kind": "branch", "optim.balance.rate": "branch", "optim.qk_clip": "branch",
-        "train.global_batch": "branch", "data.sequence_length": "branch", "train.accumulation": "free",
-        "train.remat": "free", "mesh.fsdp": "free", "kernels.kda": "free", "checkpoint.every": "free", "eval.every": "free",
-        "run.dir": "free", "data.source": "free",
-    }  # fmt: skip
+        "model.hidden_size": "frozen",
+        "model.moe.top_k": "frozen",
+        "model.mtp": "frozen",
+        "model.mtp.loss_weight": "branch",
+        "data.shuffle_seed": "frozen",
+        "data.tokenizer.kind": "frozen",
+        "data.tokenizer.path": "free",
+        "run.seed": "frozen",
+        "optim.matrices": "frozen",
+        "optim.muon.per_head": "frozen",
+        "optim.muon.lr": "branch",
+        "train.tokens": "branch",
+        "optim.schedule.kind": "branch",
+        "optim.balance.rate": "branch",
+        "optim.qk_clip": "branch",
+        "train.global_batch": "branch",
+        "data.sequence_length": "branch",
+        "train.accumulation": "free",
+        "train.remat": "free",
+        "mesh.fsdp": "free",
+        "kernels.kda": "free",
+        "checkpoint.every": "free",
+        "eval.every": "free",
+        "run.dir": "free",
+        "data.source": "free",
+    }
     assert {key: found.get(key) for key in expected} == expected
 
 
@@ -61,9 +79,14 @@ def test_a_key_without_a_class_is_named():
 
 def test_a_key_takes_its_sections_class_and_a_section_its_strictest_keys():
     assert classes(Whole) == {
-        "inner": "frozen", "inner.rate": "branch", "inner.shape": "frozen",
-        "maybe": "frozen", "maybe.rate": "branch", "maybe.shape": "frozen", "name": "free",
-    }  # fmt: skip
+        "inner": "frozen",
+        "inner.rate": "branch",
+        "inner.shape": "frozen",
+        "maybe": "frozen",
+        "maybe.rate": "branch",
+        "maybe.shape": "frozen",
+        "name": "free",
+    }
 
     class Marked(Section, drift="frozen"):
         """A section whose being there is free."""
@@ -109,8 +132,11 @@ def test_an_older_experiment_is_read_with_the_defaults():
 
 def test_guarded_values_are_the_frozen_and_branch_ones():
     assert guarded(Whole, dump(maybe=Inner())) == {
-        "inner.rate": 1.0, "inner.shape": [1, 2], "maybe.rate": 1.0, "maybe.shape": [1, 2],
-    }  # fmt: skip
+        "inner.rate": 1.0,
+        "inner.shape": [1, 2],
+        "maybe.rate": 1.0,
+        "maybe.shape": [1, 2],
+    }
     assert "maybe" in guarded(Whole, dump()) and "name" not in guarded(Whole, dump())
 
 

@@ -130,7 +130,6 @@ def test_missing_keys_name_their_section(experiment):
     (["run.resume=yes"], ["run.resume"]),
     (["run.resume=must", "run.init_from=runs/y"], ["run.init_from", "run.resume"]),
     (["optim.adamw.b2=1"], ["optim.adamw.b2"]),
-    (["checkpoint.every_minutes=0"], ["checkpoint.every_minutes"]),
     (["metrics.profile_steps=[3]"], ["metrics.profile_steps"]),
 ])  # fmt: skip
 def test_rules_name_the_keys_and_the_fix(experiment, overrides, keys_named):
