@@ -3,9 +3,9 @@
     python scripts/chaos.py --rounds 50 --jobs 1 --json chaos.json
 
 A round is one training of a complete small K3, disturbed some times on its way: processes killed or signalled at a
-random moment, files of the newest checkpoint flipped, cut or removed between attempts, the disk filled up under it
-(its folder lies on a small tmpfs; that needs root), and in every second round another mesh or number of processes at
-each attempt. A round is a miss where
+random moment or just when a checkpoint was made, files of the newest checkpoint flipped, cut or removed between
+attempts, the disk filled up under it (its folder lies on a small tmpfs; that needs root), and in every second round
+another mesh or number of processes at each attempt. A round is a miss where
 
 - an attempt ends with an exit code that its disturbance does not explain, or hangs;
 - a damaged checkpoint is loaded, or no good one is left;
@@ -37,6 +37,7 @@ from chaos_world import (
     ONE,
     STEPS,
     Layout,
+    await_save,
     batch_hashes,
     can_mount,
     damage,
@@ -209,10 +210,13 @@ class Chaos:
         if len(before) > 1 and rng.random() < 0.5:
             one.damage = damage(run, before[-1], rng)
             before = before[:-1] if one.damage != "empty" else before
-        moment, filler = rng.uniform(0.5, self.attempt_s), run.parent / "filler"
+        filler, after_save = run.parent / "filler", rng.random() < 0.6
+        moment = rng.uniform(0, 1) if after_save else rng.uniform(0.5, self.attempt_s)
 
         def disturb(processes: list[subprocess.Popen]) -> None:
             victim = rng.choice(processes)
+            if after_save:
+                await_save(run, before, processes)
             time.sleep(moment)
             if one.disturbance == "disk":
                 fill(filler)

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from etils import epath
 from k3train.checkpoint.layout import FOLDER, scan
 from k3train.parallel.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
-STEPS, EVERY = 16, 3
+STEPS, EVERY = 40, 5
 DAMAGES = ("flip", "cut", "remove", "empty")
 
 MODEL = {
@@ -68,7 +69,7 @@ def experiment(folder: Path) -> dict:
             "holdout": 0.2,
             "source": {"files": [str(folder / "text" / "*.jsonl")]},
         },
-        "train": {"steps": STEPS, "global_batch": 4, "accumulation": 1, "compute_dtype": "float32"},
+        "train": {"steps": STEPS, "global_batch": 8, "accumulation": 2, "compute_dtype": "float32"},
         "optim": {"muon": {"lr": 0.01, "dtype": "float32"}, "ema": 0.9},
         "kernels": {"kda_chunk": 16, "attention_block": 32, "grouped_matmul_block": 16},
         "checkpoint": {"every": EVERY, "keep": 4, "max_failures": 2},
@@ -136,6 +137,12 @@ def saved_hashes(run: Path) -> dict[int, str]:
 def final_hash(run: Path) -> str:
     """Hash of the state after the last step."""
     return saved_hashes(run).get(STEPS, "no final checkpoint")
+
+
+def await_save(run: Path, known: list[int], processes: list[subprocess.Popen]) -> None:
+    """Waits until a checkpoint is there that was not known before, or a process has ended."""
+    while set(good_steps(run)) <= set(known) and all(process.poll() is None for process in processes):
+        time.sleep(0.05)
 
 
 def damage(run: Path, step: int, rng: random.Random) -> str:
