@@ -111,7 +111,8 @@ def _verify(args: argparse.Namespace) -> int:
     total = sum(file["size"] for entry in entries for file in entry.manifest.get("files", {}).values())
     results = []
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
+    console = _console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("verifying", total=total)
         for entry in entries:
             results.append((entry, _faults(entry, lambda size: bar.advance(task, size))))

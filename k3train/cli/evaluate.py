@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stderr, highlight=False)
     loaded = load_run(args.run, args.overrides, ema=args.ema, say=lambda text: console.print(text, markup=False))
     evaluator = Evaluator(loaded.parts, open_run_data(loaded, lambda text: console.print(text, markup=False)))
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("scoring held-out rows")
         score = evaluator(
             loaded.params, loaded.buffers, lambda done, total: bar.update(task, completed=done, total=total)

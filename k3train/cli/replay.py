@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     main = distributed.process_index() == 0
     notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not main)
-    with Progress(console=notes, transient=True) as bar:
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         task = bar.add_task("compiling, then running", total=None)
         result = replay(
             args.run,

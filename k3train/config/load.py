@@ -137,7 +137,7 @@ def _hint(kind: str, value: object) -> str:
 
 
 def _nearest(path: tuple[str | int, ...], schema: type[Section]) -> str:
-    """Valid names like the last of ``path``: in its section first, then anywhere."""
+    """Valid names like the last of ``path``: the same name in another section first, then what looks like it here."""
     *parents, name = path
     section = section_at(schema, parents)
     prefix = "".join(f"{p}." for p in parents)
@@ -145,5 +145,5 @@ def _nearest(path: tuple[str | int, ...], schema: type[Section]) -> str:
     close = [prefix + match for match in difflib.get_close_matches(str(name), valid, n=3, cutoff=0.6)]
     elsewhere = [key for key in keys(schema) if key.split(".")[-1] == name][:3]
     if close or elsewhere:
-        return "did you mean " + " or ".join(dict.fromkeys(close + elsewhere)) + "?"
+        return "did you mean " + " or ".join(dict.fromkeys(elsewhere + close)) + "?"
     return f"{prefix[:-1] or 'an experiment'} takes {', '.join(valid)}"

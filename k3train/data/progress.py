@@ -13,7 +13,10 @@ _PERIOD_S = 0.1
 
 
 class ReadingBar:
-    """Context manager whose ``update`` and ``say`` go into ``prepare``; writes to standard error."""
+    """Context manager whose ``update`` and ``say`` go into ``prepare``; writes to standard error.
+
+    The bar appears with the first ``update``: a store that is there already shows none.
+    """
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -30,7 +33,6 @@ class ReadingBar:
         self._shown = 0.0
 
     def __enter__(self) -> "ReadingBar":
-        self._progress.start()
         return self
 
     def __exit__(
@@ -47,6 +49,7 @@ class ReadingBar:
         now = time.monotonic()
         if now - self._shown >= _PERIOD_S or reading.bytes_done == reading.bytes_total:
             self._shown = now
+            self._progress.start()
             self._progress.update(
                 self._task, completed=reading.bytes_done, total=reading.bytes_total, documents=reading.documents
             )

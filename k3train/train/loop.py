@@ -207,6 +207,8 @@ class Run:
     def compile(self) -> Callable:
         """The compiled train step; evaluation is compiled as well, so that a fault of it shows now."""
         with self.console.status("compiling"), self.phases.within("compile"):
+            if not self.console.is_terminal:  # where no spinner shows
+                self.say("compiling")
             began = time.monotonic()
             step_fn = self.watch.aside(self.on_mesh, compile_step, self.parts)
             seconds = time.monotonic() - began

@@ -65,6 +65,7 @@ def test_verify(run, capsys):
     assert [entry["faults"] for entry in said(capsys)] == [[], [], []]
     flip(biggest(run / "checkpoints" / "20"))
     assert main(["ckpt", "verify", str(run)]) == 0  # the newest
+    assert not capsys.readouterr().err  # no bar where nobody watches
     assert main(["ckpt", "verify", str(run), "10"]) == 0
     assert main(["ckpt", "verify", str(run), "20"]) == 31
     assert "SHA-256 differs" in capsys.readouterr().out

@@ -5,6 +5,8 @@ import pytest
 
 from k3train.cli.main import main
 from k3train.data.corpora import CORPORA
+from k3train.data.prepare import Progress as Reading
+from k3train.data.progress import ReadingBar
 
 
 @pytest.fixture
@@ -46,6 +48,16 @@ def test_prepare_reports_exactly(experiment, tmp_path, capsys):
     assert int(train[2]) + int(holdout[2]) == size + 80
     assert "skipped nothing" in out and "licence: not stated" in out
     assert "reading" not in out
+
+
+def test_the_bar_shows_only_where_something_is_read(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    with ReadingBar():
+        pass
+    assert not capsys.readouterr().err
+    with ReadingBar() as bar:
+        bar.update(Reading(3, 6, 1))
+    assert "reading" in capsys.readouterr().err
 
 
 def test_prepare_again_other_policy_and_replace(prepared, capsys):

@@ -60,11 +60,12 @@ def test_values_and_their_provenance(experiment):
 
 def test_unknown_keys_name_the_place_and_the_nearest_names(experiment):
     experiment.write_text(experiment.read_text() + "optim:\n  moun: {lr: 1}\n  lr: 3\ncolour: red\n")
-    text = faults(experiment)
+    text = faults(experiment, "model.num_experts=7")
+    assert "model.num_experts: unknown key; did you mean model.moe.num_experts" in text
     assert f"{experiment}:13: optim.moun: unknown key; did you mean optim.muon?" in text
     assert f"{experiment}:14: optim.lr: unknown key; did you mean optim.muon.lr or optim.adamw.lr" in text
     assert f"{experiment}:15: colour: unknown key; an experiment takes run, model" in text
-    assert "3 faults" in text
+    assert "4 faults" in text
 
 
 @pytest.mark.parametrize(("override", "message"), [
