@@ -157,6 +157,8 @@ class Run:
         self.folder.claim(STORE_KEY, self.store.fingerprint)
         self.folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
         self.evaluator = Evaluator(self.parts, self.store) if self.store.holdout.tokens > 1 else None
+        if self.evaluator is None:
+            self.say("nothing is held out, so nothing will be evaluated; raise data.holdout for held-out loss")
         self.generator = Generator(
             self.parts.decoder, self.parts.tokenizer, self.parts.compute_dtype, add_bos=self.exp.data.add_bos
         )

@@ -56,6 +56,7 @@ def stopped(tmp_path_factory) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(exp.model_dump(mode="json")))
     done = k3train("train", folder / "run.yaml")
     assert done.returncode == ExitCode.NON_FINITE, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "nothing is held out" in done.stdout
     assert "max_in_a_row" in done.stdout and "WARNING: step 2: spike" in done.stdout
     return folder / "run"
 
