@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from k3train.train.replay import Replay
+    from k3train.train.replay import Replay, Step
 
 HELP = "run a step of a past run again"
+
+_LAST, _NOTED = 10, 10  # rows of the table: last steps, and steps before them that stand out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,13 +138,25 @@ def _steps_table(result: "Replay") -> "Table":
     for title in ("step", "loss", "recorded", "gradient norm", "recorded", "batch", "guard"):
         table.add_column(title, justify="left" if title in ("batch", "guard") else "right")
     batch = {None: "no record", True: "same", False: "OTHER"}
-    for step in result.steps:
+    shown = worth_showing(result.steps)
+    if len(shown) < len(result.steps):
+        table.caption = f"{len(shown)} of {len(result.steps)} steps; --json has all"
+    for step in shown:
         values, cells = step.values, []
         for name in (LOSS, NORM):
             cells += [f"{values[name]:.6g}", f"{recorded(step.recorded, name):.6g}" if step.recorded else "-"]
-        flags = [flag for flag in ("nonfinite", "spike", "skipped") if values[f"train/{flag}"]]
-        table.add_row(str(step.step), *cells, batch[step.same_batch], ", ".join(flags))
+        table.add_row(str(step.step), *cells, batch[step.same_batch], ", ".join(_flags(step)))
     return table
+
+
+def worth_showing(steps: "list[Step]") -> "list[Step]":
+    """The last steps, and the first of those that differ from the record or that the guard marked."""
+    rest = [step for step in steps[:-_LAST] if step.difference != 0 or not step.same_batch or _flags(step)]
+    return rest[:_NOTED] + steps[-_LAST:]
+
+
+def _flags(step: "Step") -> list[str]:
+    return [flag for flag in ("nonfinite", "spike", "skipped") if step.values[f"train/{flag}"]]
 
 
 def _rows_table(result: "Replay") -> "Table":

@@ -14,8 +14,9 @@ import tiny
 import yaml
 
 from k3train.cli.main import main
+from k3train.cli.replay import worth_showing
 from k3train.config.exit_codes import ExitCode
-from k3train.train.replay import Repeat, Replay, Step, free_values_at, relative
+from k3train.train.replay import HASH, LOSS, NORM, Repeat, Replay, Step, free_values_at, relative
 
 # Warming up, each update is larger than the one before: every step after the first is a spike, and none is allowed more
 # than twice in a row. Step 4 is one too many.
@@ -118,6 +119,19 @@ NO_STEPS = [(["--step", "0"], "--step 0"), (["--step", "1", "--times", "0"], "--
 def test_what_is_no_step_of_a_run(tmp_path: Path, capsys, options: list[str], word: str):
     assert main(["replay", str(tmp_path), *options]) == ExitCode.USAGE
     assert word in capsys.readouterr().err
+
+
+def test_of_many_steps_the_table_shows_the_last_and_those_that_differ():
+    quiet = {"train/nonfinite": 0, "train/spike": 0, "train/skipped": 0, HASH: "a", LOSS: 1.0, NORM: 1.0}
+    steps = [Step(number, quiet, quiet) for number in range(1, 101)]
+    assert [step.step for step in worth_showing(steps)] == list(range(91, 101))
+    steps[6] = Step(7, quiet, quiet | {LOSS: 1.5})
+    steps[7] = Step(8, quiet, quiet | {HASH: "b"})
+    steps[8] = Step(9, quiet | {"train/spike": 1}, quiet)
+    assert [step.step for step in worth_showing(steps)] == [7, 8, 9, *range(91, 101)]
+    steps = [Step(number, quiet, quiet | {LOSS: 1.5}) for number in range(1, 101)]
+    assert [step.step for step in worth_showing(steps)] == [*range(1, 11), *range(91, 101)]
+    assert len(worth_showing(steps[:4])) == 4
 
 
 def test_relative():
