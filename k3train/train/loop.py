@@ -121,7 +121,7 @@ class Run:
         """Trains; returns exit code and reason."""
         try:
             self.watch.aside(self.prepare)
-            with self.phases.within("restore"):
+            with self.console.status("making or reading the first state"), self.phases.within("restore"):
                 self.watch.aside(self.restore)
             self.open_records()
         except Stopped:
