@@ -22,7 +22,7 @@ from k3train.checkpoint.manifest import QUARANTINED, Note, read_manifest, verify
 from k3train.checkpoint.policies import Kind, due, kept, surplus
 from k3train.checkpoint.save import Order, Save
 from k3train.checkpoint.state_hash import state_hash
-from k3train.parallel.peers import Peers
+from k3train.parallel.coordination import Peers
 
 
 class CheckpointManager:

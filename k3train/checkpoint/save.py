@@ -29,7 +29,7 @@ from k3train.checkpoint.manifest import (
 from k3train.checkpoint.orbax_store import orbax_context
 from k3train.checkpoint.policies import Kind
 from k3train.config.fingerprint import fingerprint
-from k3train.parallel.peers import Peers
+from k3train.parallel.coordination import Peers
 
 
 class Order(NamedTuple):

@@ -8,7 +8,7 @@ from k3train.checkpoint.config import CheckpointConfig
 from k3train.checkpoint.errors import CheckpointRefused
 from k3train.checkpoint.manager import CheckpointManager, refuse_other_values
 from k3train.checkpoint.manifest import Note, ignore
-from k3train.parallel.peers import Peers
+from k3train.parallel.coordination import Peers
 
 
 class Subtree(NamedTuple):

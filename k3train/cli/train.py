@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _branch(exp: "Experiment", name: str) -> "Experiment":
     """``exp`` as the branch ``name``; process 0 looks what is there, and all believe it."""
-    from k3train.parallel import distributed
+    from k3train.parallel import coordination, distributed
     from k3train.run.branch import branched
 
     run = branched(exp, name).run if distributed.process_index() == 0 else exp.run
-    return exp.model_copy(update={"run": type(run)(**distributed.broadcast(run.model_dump()))})
+    return exp.model_copy(update={"run": type(run)(**coordination.broadcast(run.model_dump()))})

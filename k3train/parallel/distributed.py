@@ -1,13 +1,9 @@
-"""Several processes: start-up from named settings only, and the few things they say to each other.
+"""Several processes: start-up from named settings only, and which rows of an array each supplies.
 
 A launcher sets the four variables; nothing is guessed from a scheduler's environment (operations.md 1.1).
 """
 
-import itertools
-import json
 import os
-import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,13 +21,8 @@ NUM_PROCESSES = "K3TRAIN_NUM_PROCESSES"
 PROCESS_ID = "K3TRAIN_PROCESS_ID"
 LOCAL_DEVICE_IDS = "K3TRAIN_LOCAL_DEVICE_IDS"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-# Our own watch over the peers (run/peers.py) comes first and can say who died; the runtime's only aborts.
+# Our own watch over the peers (run/peer_watch.py) comes first and can say who died; the runtime's only aborts.
 _RUNTIME_IS_LATER_S = 15
-_BARRIER_S = 24 * 3600.0
-# Where the runtime's SIGTERM handler tells the other processes of it.
-_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
-_ordinals: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-_ordinals_lock = threading.Lock()
 
 
 def initialize(environ: Mapping[str, str] | None = None, peer_timeout_s: float = 30.0) -> None:
@@ -81,73 +72,12 @@ def process_count() -> int:
     return runtime.global_state.num_processes
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here; all must use the same names in the same order.
-
-    It goes through the coordination service and not the devices, so that any thread may use it beside the training.
-    """
-    if process_count() > 1:
-        with _ordinals_lock:
-            ordinal = next(_ordinals[name])
-        _client().wait_at_barrier(f"k3train/{name}/{ordinal}", round(_BARRIER_S * 1000))
-
-
-def broadcast(value: Any) -> Any:
-    """Process 0's ``value``, a small JSON value, on every process; the others' is not looked at."""
-    if process_count() == 1:
-        return value
-    with _ordinals_lock:
-        key = f"k3train/broadcast/{next(_ordinals['broadcast'])}"
-    client = _client()
-    if process_index() == 0:
-        client.key_value_set(key, json.dumps(value))
-        return value
-    return json.loads(client.blocking_key_value_get(key, round(_BARRIER_S * 1000)))
-
-
 def reached_stop(tick: int) -> bool:
     """Whether all processes stop at ``tick``, because one of them got SIGTERM.
 
     Every process must ask with tick 0, 1, 2, ..., and each gets the same answers. Costs no communication.
     """
     return multihost_utils.reached_preemption_sync_point(tick)
-
-
-class Notes:
-    """Small texts that every process can write and read, kept by process 0."""
-
-    def __init__(self) -> None:
-        self._client = _client()
-
-    def set(self, key: str, value: str, once: bool = False) -> bool:
-        """Write ``key``; with ``once`` only where nobody has. Returns whether it was written."""
-        try:
-            self._client.key_value_set(f"k3train/{key}", value, allow_overwrite=not once)
-        except jax.errors.JaxRuntimeError as error:
-            if once and "ALREADY_EXISTS" in str(error):
-                return False
-            raise
-        return True
-
-    def get(self, key: str) -> str | None:
-        """The text under ``key``; None where there is none."""
-        return self._get(f"k3train/{key}")
-
-    def stop_notice(self) -> bool:
-        """Whether any process got SIGTERM (known to all within about two seconds)."""
-        return self._get(_NOTICE) is not None
-
-    def _get(self, key: str) -> str | None:
-        try:
-            return self._client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
-
-    def below(self, folder: str) -> dict[str, str]:
-        """All texts whose key is ``folder/<name>``, by name."""
-        return {key.rsplit("/", 1)[1]: value for key, value in self._client.key_value_dir_get(f"k3train/{folder}/")}
 
 
 def local_rows(sharding: NamedSharding, rows: int) -> range:
@@ -178,8 +108,8 @@ def coordinator_address() -> str:
     return runtime.global_state.coordinator_address or ""
 
 
-def _client() -> Any:
-    """The coordination service, from which processes learn of each other."""
+def service() -> Any:
+    """The coordination service, from which processes learn of each other; None for a process by itself."""
     return runtime.global_state.client
 
 

@@ -2,7 +2,8 @@
 
 The main thread trains and says what phase it is in. Beside it run: the listener for signals (run/signals.py), the
 watchdog (run/watchdog.py), the writer of status.json and processes/<id>.json, and, with several processes, the beat
-(run/peers.py). What may take long and cannot be interrupted goes through ``aside``, so that a stop is answered in it.
+(run/peer_watch.py). What may take long and cannot be interrupted goes through ``aside``, so that a stop is answered in
+it.
 """
 
 import json
@@ -24,7 +25,7 @@ from k3train.config.storage import write_whole
 from k3train.run.aside import Aside, Every
 from k3train.run.config import RunConfig
 from k3train.run.directory import RunDirectory
-from k3train.run.peers import BEAT_S, Failure, Notes, PeerWatch, last_words, reachable
+from k3train.run.peer_watch import BEAT_S, Failure, Notes, PeerWatch, last_words, reachable
 from k3train.run.phases import Phases, Snapshot
 from k3train.run.signals import StopRequest, exit_code
 from k3train.run.watchdog import Watchdog

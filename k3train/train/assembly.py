@@ -17,7 +17,7 @@ from k3train.kernels.resolve import resolve
 from k3train.models.counts import flops_per_token
 from k3train.models.decoder import Decoder
 from k3train.optim.optimizer import Optimizer
-from k3train.parallel import distributed
+from k3train.parallel import coordination, distributed
 from k3train.parallel.mesh import build_mesh
 from k3train.train.state import StateFactory
 
@@ -105,7 +105,7 @@ def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
     from k3train.data.progress import ReadingBar
 
     def wait() -> None:
-        distributed.barrier("data")
+        coordination.barrier("data")
 
     leader = distributed.process_index() == 0
     with ReadingBar() as bar:

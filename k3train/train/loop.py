@@ -19,7 +19,7 @@ from k3train.experiment import Experiment
 from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
 from k3train.metrics.writers.jsonl import JsonlWriter, read_jsonl, set_aside
-from k3train.parallel import distributed
+from k3train.parallel import coordination, distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.run.branch import parent_of
 from k3train.run.determinism import COST, Strict, read_kept, refuse_changes
@@ -92,7 +92,7 @@ def supervise(exp: Experiment, began: float) -> Supervision:
         began,
         distributed.process_index(),
         distributed.process_count(),
-        distributed.Notes() if several else None,
+        coordination.Notes() if several else None,
         distributed.coordinator_address(),
         distributed.reached_stop,
     )
@@ -107,7 +107,7 @@ class Run:
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
         self.first = 0
         kept = read_kept(folder.path) if main and exp.run.determinism == "strict" else None
-        self.strict = Strict(distributed.broadcast(kept)) if exp.run.determinism == "strict" else None
+        self.strict = Strict(coordination.broadcast(kept)) if exp.run.determinism == "strict" else None
         self.saver = Saver(exp, folder, watch.phases, self.say, main)
         watch.kept = lambda: self.saver.holds(watch.phases.step)
         if folder.changes:
@@ -298,7 +298,7 @@ class Run:
         """Whether a file of the run has ``name`` at ``step``; process 0 looks, and all get its answer."""
         path: Path = self.folder.path / file
         lines = read_jsonl(path) if self.main and path.exists() else []
-        return distributed.broadcast(any(line["step"] == step and name in line for line in lines))
+        return coordination.broadcast(any(line["step"] == step and name in line for line in lines))
 
     def evaluate(self, step: int) -> None:
         """Scores the held-out documents and says the result.

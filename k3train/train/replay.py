@@ -28,7 +28,7 @@ from k3train.data.trace import RowTrace
 from k3train.metrics.writers.jsonl import read_jsonl
 from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding
-from k3train.parallel.peers import Peers
+from k3train.parallel.coordination import Peers
 from k3train.run.directory import METRICS, read_attempts
 from k3train.run.mirror import local_copy
 from k3train.train.assembly import Assembly

@@ -8,8 +8,8 @@ from k3train.checkpoint.errors import SaveFailed
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.policies import Kind
 from k3train.experiment import Experiment
-from k3train.parallel import distributed
-from k3train.parallel.peers import Peers
+from k3train.parallel import coordination, distributed
+from k3train.parallel.coordination import Peers
 from k3train.run.directory import RunDirectory
 from k3train.run.environment import versions
 from k3train.run.phases import Phases
@@ -29,7 +29,7 @@ class Saver:
 
     def __init__(self, exp: Experiment, folder: RunDirectory, phases: Phases, say: Callable[[str], None], main: bool):
         self._exp, self._phases, self._say, self._main = exp, phases, say, main
-        self._run_id = distributed.broadcast(folder.run_id if main else None)
+        self._run_id = coordination.broadcast(folder.run_id if main else None)
         self.manager = CheckpointManager(
             folder.checkpoints,
             exp.checkpoint,
@@ -40,7 +40,7 @@ class Saver:
         )
         self.facts: dict[str, Any] = {}
         """What else the manifests say of the run."""
-        self._notes = distributed.Notes() if distributed.process_count() > 1 else None
+        self._notes = coordination.Notes() if distributed.process_count() > 1 else None
         self._last_time, self._save_at = time.monotonic(), 0
         self._last: int | None = None  # step of the state that was last given to the manager, or restored
 

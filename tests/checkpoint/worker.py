@@ -17,7 +17,7 @@ from k3train.checkpoint.config import CheckpointConfig
 from k3train.checkpoint.errors import SaveFailed
 from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.state_hash import combined, state_hash
-from k3train.parallel.peers import Peers
+from k3train.parallel.coordination import Peers
 
 SHAPES = {"w": (8, 16), "rows": (4, 6, 2), "bias": (3,), "step": ()}
 SPECS = {"w": PartitionSpec("fsdp"), "rows": PartitionSpec(None, None, None), "bias": PartitionSpec(), "step": None}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
-from k3train.parallel import distributed
+from k3train.parallel import coordination, distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.parallel.config import MeshConfig
 from k3train.parallel.mesh import build_mesh
@@ -20,7 +20,7 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-from k3train.parallel import distributed
+from k3train.parallel import coordination, distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.parallel.config import MeshConfig
 from k3train.parallel.mesh import build_mesh
@@ -33,8 +33,8 @@ rows = distributed.local_rows(sharding, 8)
 local = np.arange(8, dtype=np.int32)[rows.start : rows.stop, None] * np.ones((1, 3), np.int32)
 batch = distributed.global_array(sharding, local)
 total = jax.jit(lambda x: x.sum())(batch)
-told = distributed.broadcast({"run": "abc", "step": [1, 2]} if me == 0 else None)
-distributed.barrier("done")
+told = coordination.broadcast({"run": "abc", "step": [1, 2]} if me == 0 else None)
+coordination.barrier("done")
 with open(sys.argv[1], "w") as out:  # gloo writes on stdout
     json.dump({"me": me, "count": distributed.process_count(), "devices": jax.device_count(),
                "rows": [rows.start, rows.stop], "shape": batch.shape, "total": int(total), "told": told}, out)
@@ -104,8 +104,8 @@ def test_settings_are_passed_on_and_nothing_is_guessed(monkeypatch):
 
 def test_one_process_alone():
     assert distributed.process_count() == 1 and distributed.process_index() == 0
-    distributed.barrier("alone")
-    assert distributed.broadcast({"a": 1}) == {"a": 1}
+    coordination.barrier("alone")
+    assert coordination.broadcast({"a": 1}) == {"a": 1}
     sharding = batch_sharding(build_mesh(MeshConfig(data=2, fsdp=2)))
     assert distributed.local_rows(sharding, 8) == range(8)
     local = np.arange(24).reshape(8, 3).astype(np.int32)

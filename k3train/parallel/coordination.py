@@ -1,9 +1,11 @@
 """Small texts between the processes of a run, through JAX's coordination service.
 
-Unlike collectives these run beside a training step, from any thread, on no device. Each exchange has a name that is
-used once; all processes must exchange under the same names.
+Unlike collectives these run beside a training step, from any thread, on no device. ``Peers`` exchanges what all
+processes must come to: each exchange has a name that is used once, the same on all. ``Notes`` may be written and read
+by any process at any time.
 """
 
+import functools
 import itertools
 import json
 from collections import defaultdict
@@ -11,6 +13,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+
+from k3train.parallel import distributed
+
+_LONG_S = 24 * 3600.0  # data may have to be prepared first
+# Where the runtime's SIGTERM handler tells the other processes of it.
+_NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Store(Protocol):
@@ -51,11 +59,9 @@ class Peers:
     @classmethod
     def of_this_run(cls, timeout_s: float = 600.0) -> "Peers":
         """The processes that ``jax.distributed`` joined."""
-        if jax.process_count() == 1:
+        if distributed.process_count() == 1:
             return cls()
-        from jax._src.distributed import global_state  # the service has no public door
-
-        return cls(global_state.client, jax.process_index(), jax.process_count(), timeout_s)
+        return cls(distributed.service(), distributed.process_index(), distributed.process_count(), timeout_s)
 
     @property
     def leads(self) -> bool:
@@ -113,3 +119,57 @@ class Peers:
         if said["error"] is not None:
             raise PeerFailed(f"process {process} failed: {said['error']}")
         return said["value"]
+
+
+@functools.cache
+def _of_this_run() -> Peers:
+    return Peers.of_this_run(_LONG_S)
+
+
+def barrier(purpose: str) -> None:
+    """Waits until every process is here; in the main thread. Raises like ``Peers.together``."""
+    peers = _of_this_run()
+    peers.together(peers.name(f"barrier/{purpose}"), lambda: None)
+
+
+def broadcast(value: Any) -> Any:
+    """Process 0's ``value``, a small JSON value, on every process; the others' is not looked at. Main thread only."""
+    peers = _of_this_run()
+    return peers.lead(peers.name("broadcast"), lambda: value)
+
+
+class Notes:
+    """Small texts that every process can write and read, kept by process 0."""
+
+    def __init__(self) -> None:
+        self._client = distributed.service()
+
+    def set(self, key: str, value: str, once: bool = False) -> bool:
+        """Write ``key``; with ``once`` only where nobody has. Returns whether it was written."""
+        try:
+            self._client.key_value_set(f"k3train/{key}", value, allow_overwrite=not once)
+        except jax.errors.JaxRuntimeError as error:
+            if once and "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+    def get(self, key: str) -> str | None:
+        """The text under ``key``; None where there is none."""
+        return self._get(f"k3train/{key}")
+
+    def stop_notice(self) -> bool:
+        """Whether any process got SIGTERM (known to all within about two seconds)."""
+        return self._get(_NOTICE) is not None
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self._client.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def below(self, folder: str) -> dict[str, str]:
+        """All texts whose key is ``folder/<name>``, by name."""
+        return {key.rsplit("/", 1)[1]: value for key, value in self._client.key_value_dir_get(f"k3train/{folder}/")}

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from k3train.run import peers as module
-from k3train.run.peers import PeerWatch, born, reachable
+from k3train.run import peer_watch as module
+from k3train.run.peer_watch import PeerWatch, born, reachable
 from k3train.run.phases import Phases
 
 

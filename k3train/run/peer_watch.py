@@ -26,7 +26,7 @@ _LEAVING_S = 8.0  # process 0 carries the coordination service, so it waits this
 
 
 class Notes(Protocol):
-    """What is asked of ``parallel/distributed.Notes``."""
+    """What is asked of ``parallel/coordination.Notes``."""
 
     def set(self, key: str, value: str, once: bool = False) -> bool:
         """Write a text; whether it was."""
