@@ -2,7 +2,7 @@
 
 run.lock         held by the trainer; names it
 experiment.json  run id, the config it began with, its fingerprint, and the run it branched off from
-config.yaml      the resolved config of the latest attempt
+config.yaml      the resolved config of the latest attempt that began
 attempts.jsonl   a line at each start and each end
 events.jsonl     branches and changes of the config, by step
 status.json      run/status.py
@@ -129,6 +129,9 @@ class RunDirectory:
                 self.changes = self._parent.changes
             claimed = self._parent.claimed if self._parent else {}
             self._write_experiment({"created": time.time(), "parent": _record(self._parent)}, claimed)
+            self._write_config()
+
+    def _write_config(self) -> None:
         write_whole(self.path / CONFIG, dump_config(self._config))
 
     def _stored_config(self) -> dict[str, Any]:
@@ -229,6 +232,8 @@ class RunDirectory:
             **facts,
         }
         self._append(ATTEMPTS, line)
+        # Only now: a start that was refused (its devices, its data) must not pass for the config of the run.
+        self._write_config()
         if self._parent is not None:
             self.event("branch", self._parent.step, parent=_record(self._parent))
         elif self.changes:

@@ -112,6 +112,22 @@ def test_free_changes_are_allowed_and_written_down(tmp_path):
     assert (event["event"], event["step"], event["changes"]) == ("config", 1, want)
 
 
+def test_a_start_that_came_to_nothing_leaves_the_config_of_the_run(tmp_path):
+    """Else evaluate and replay would read the refused one, and the change would never be written down."""
+    path = tmp_path / "run"
+    with RunDirectory(path, CONFIG) as run:
+        run.begin_attempt({"host": "any"})
+    train_a_little(path)
+    other = with_value("train.accumulation", 2)
+    with RunDirectory(path, other) as run:
+        run.end_attempt(ExitCode.CONFIG, "the devices do not fit")
+    assert (path / "config.yaml").read_text() == dump_config(CONFIG)
+    with RunDirectory(path, other) as run:
+        run.begin_attempt({"host": "any"}, 1)
+    assert read_attempts(path)[-1]["changes"] == {"train.accumulation": [1, 2, "free"]}
+    assert (path / "config.yaml").read_text() == dump_config(other)
+
+
 def test_a_branch_knows_its_parent(tmp_path):
     change = Change("optim.muon.lr", 0.002, 0.01, Drift.BRANCH)
     parent = Parent("runs/a", "0123", 7, [change], {STORE_KEY: "abc"})
