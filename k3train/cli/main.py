@@ -11,7 +11,7 @@ from types import ModuleType
 
 from k3train import __version__
 from k3train.config.errors import UserError
-from k3train.config.exit_codes import ExitCode
+from k3train.config.exit_codes import INTERRUPTED, ExitCode
 
 COMMANDS = {
     "train": "train the model an experiment file describes, or go on with it",
@@ -23,7 +23,6 @@ COMMANDS = {
     "config": "show, check or describe experiment files",
     "test": "what CI runs: lint, format, types, tests",
 }
-INTERRUPTED = 130
 
 
 def entry() -> None:

@@ -23,3 +23,7 @@ class ExitCode(IntEnum):
     WATCHDOG = 50
     PEER_LOST = 51
     SAVE_FAILED = 60
+
+
+INTERRUPTED = 130
+"""What an interrupted command that saves nothing ends with, as shells have it."""

@@ -29,7 +29,7 @@ from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
 from k3train.config.drift import Change, compare, derived, guarded
 from k3train.config.dump import dump_config
 from k3train.config.errors import UserError
-from k3train.config.exit_codes import ExitCode
+from k3train.config.exit_codes import INTERRUPTED, ExitCode
 from k3train.config.fingerprint import fingerprint
 from k3train.config.object_store import in_object_store
 from k3train.config.section import Drift
@@ -247,8 +247,14 @@ class RunDirectory:
         """Record the end in attempts.jsonl and status.json: exit code, its name, the reason in words, the last step."""
         if self._lock is None:
             return
-        name = ExitCode(code).name.lower() if code in list(ExitCode) else "unknown"
-        end = {"attempt": self.attempt, "time": time.time(), "code": int(code), "name": name, "reason": reason}
+        names = {**{int(known): known.name.lower() for known in ExitCode}, INTERRUPTED: "interrupted"}
+        end = {
+            "attempt": self.attempt,
+            "time": time.time(),
+            "code": int(code),
+            "name": names.get(int(code), "unknown"),
+            "reason": reason,
+        }
         end["step"] = step
         event, status = "end", self.status
         if status is None:  # it never came to an attempt: data or a checkpoint were refused

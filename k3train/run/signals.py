@@ -1,7 +1,8 @@
 """Signals become a wish that the loop reads between its steps. Imports no JAX.
 
-SIGTERM: preempted. SIGUSR2: the time limit comes (a batch system's warning). SIGINT: the user; a second one ends the
-process at once with 130. A thread of its own hears them, so that they are heard while the main thread waits in C code.
+SIGTERM: preempted. SIGHUP: the terminal is gone. SIGUSR2: the time limit comes (a batch system's warning). SIGINT: the
+user; a second one ends the process at once with 130. A thread of its own hears them, so that they are heard while the
+main thread waits in C code.
 """
 
 import os
@@ -9,29 +10,31 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
-from k3train.config.exit_codes import ExitCode
+from k3train.config.exit_codes import INTERRUPTED, ExitCode
 
 SAVED = {
     "SIGTERM": ExitCode.PREEMPTED_SAVED,
+    "SIGHUP": ExitCode.PREEMPTED_SAVED,
     "SIGUSR2": ExitCode.TIME_LIMIT_SAVED,
     "SIGINT": ExitCode.STOPPED_SAVED,
 }
 """How a run ends that was asked to by a signal and lost nothing."""
 _WORDS = {
     "SIGTERM": "preempted by the system (SIGTERM)",
+    "SIGHUP": "the terminal was closed (SIGHUP)",
     "SIGUSR2": "the time limit comes (SIGUSR2)",
     "SIGINT": "stopped by the user (SIGINT)",
 }
-_KILLED = 130
 
 
 def exit_code(name: str, kept: bool, began: bool = True) -> ExitCode:
     """How a run ends that the signal ``name`` asked to.
 
     Args:
-      name: SIGTERM, SIGUSR2 or SIGINT.
+      name: SIGTERM, SIGHUP, SIGUSR2 or SIGINT.
       kept: a verified checkpoint holds the present state.
       began: the run has done a step, in this attempt or before. A user who stops a run that has not lost nothing.
     """
@@ -44,7 +47,7 @@ class StopRequest:
     ``bool(request)`` says whether to stop; the first signal decides why.
 
     Args:
-      forward: with several processes: hears the name of each SIGUSR2 and SIGINT, from a thread. SIGTERM is then left
+      forward: with several processes: hears the name of each signal but SIGTERM, from a thread. SIGTERM is then left
         to JAX, which has its own handler; a second owner would silence it (operations.md 1.3).
     """
 
@@ -53,8 +56,12 @@ class StopRequest:
         """The first signal's name."""
         self.since: float | None = None
         """When it came, ``time.monotonic()``."""
+        self.at_once: Callable[[], None] = lambda: None
+        """Called, from a thread, before a second SIGINT ends the process; must not take long."""
         self._forward, self._interrupts = forward, 0
         self._signals = [signal.SIGINT, signal.SIGUSR2] + ([] if forward else [signal.SIGTERM])
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            self._signals.append(signal.SIGHUP)
         self._old: dict[signal.Signals, object] = {}
         self._old_wakeup, self._write = -1, -1
 
@@ -76,14 +83,15 @@ class StopRequest:
         return time.monotonic() - self.since if self.since is not None else 0.0
 
     def _receive(self, name: str) -> None:
-        # os.write, since nobody knows what the main thread is in the middle of.
+        self.note(name)
         if name == "SIGINT":
             self._interrupts += 1
             if self._interrupts > 1:
-                os.write(2, b"\nstopped at once; nothing more was saved\n")
-                os._exit(_KILLED)
-            os.write(2, b"\nfinishing this step, then saving; Ctrl-C again stops at once\n")
-        self.note(name)
+                _say("stopped at once; nothing more was saved")
+                with suppress(Exception):
+                    self.at_once()
+                os._exit(INTERRUPTED)
+            _say("finishing this step, then saving; Ctrl-C again stops at once")
         if self._forward is not None:
             self._forward(name)
 
@@ -111,6 +119,15 @@ class StopRequest:
         self._old.clear()
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._write)
+
+
+def _say(text: str) -> None:
+    """A line to standard error, whatever the main thread is in the middle of.
+
+    Its reader may be gone: Ctrl-C ends the ``tee`` of ``k3train ... 2>&1 | tee log`` too.
+    """
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 def _heard(number: int, frame: object) -> None:

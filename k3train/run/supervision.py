@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from k3train.config.errors import UserError
-from k3train.config.exit_codes import ExitCode
+from k3train.config.exit_codes import INTERRUPTED, ExitCode
 from k3train.config.storage import write_whole
 from k3train.run.aside import Aside, Every
 from k3train.run.config import RunConfig
@@ -33,6 +33,7 @@ from k3train.run.watchdog import Watchdog
 STACKS, PROCESSES, FIRST_FAILURE = "stacks", "processes", "first_failure.json"
 _PATIENCE_S = 5.0  # a stop that is pending for longer is answered wherever the process is
 _RECORD_S = 10.0  # for the last records: storage may be what is stuck
+_AT_ONCE_S = 2.0  # the same, where a user waits for it
 _STATUS_S, _PROCESS_S = 5.0, 15.0
 
 
@@ -80,6 +81,7 @@ class Supervision:
     # Beginning
 
     def __enter__(self) -> "Supervision":
+        self.stop.at_once = partial(_within, _AT_ONCE_S, self._interrupted)
         self.stop.__enter__()
         self._watchdog.start()
         if self.peers is not None:
@@ -219,6 +221,12 @@ class Supervision:
         if self.peers is not None:
             _within(_RECORD_S, self.peers.part)
         os._exit(code)
+
+    def _interrupted(self) -> None:
+        """Record that the user ends the process without a save: status.json must not say that it runs."""
+        if self._folder is not None:
+            self._folder.end_attempt(INTERRUPTED, "stopped at once by the user (SIGINT, twice)", self.phases.step)
+            self._write_process(ended=INTERRUPTED)
 
     def _stuck(self, look: Snapshot, reason: str) -> None:
         """The watchdog's end."""

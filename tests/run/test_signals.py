@@ -26,6 +26,7 @@ def wait_for(condition, seconds: float = 5.0) -> bool:
     [
         (signal.SIGINT, ExitCode.STOPPED_SAVED),
         (signal.SIGTERM, ExitCode.PREEMPTED_SAVED),
+        (signal.SIGHUP, ExitCode.PREEMPTED_SAVED),
         (signal.SIGUSR2, ExitCode.TIME_LIMIT_SAVED),
     ],
 )
@@ -86,6 +87,38 @@ with StopRequest() as stop:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 130 and done.stdout == "going on\n" and "at once" in done.stderr
     assert time.monotonic() - began < 25
+
+
+def test_a_closed_terminal_that_was_to_be_ignored_is_ignored():
+    """``nohup k3train ...``."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+            assert not stop
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_signals_are_heard_though_nobody_reads_standard_error_any_more():
+    """Ctrl-C ends the ``tee`` behind the pipe too, and what cannot be said must not keep the stop away."""
+    script = """
+import os, signal, time
+from k3train.run.signals import StopRequest
+with StopRequest() as stop:
+    stop.at_once = lambda: print("recorded", flush=True)
+    for said in ("heard", "not reached"):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        print(said if stop.name == "SIGINT" else "lost", flush=True)
+"""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=write, text=True)
+    os.close(write)
+    assert done.returncode == 130 and done.stdout == "heard\nrecorded\n"
 
 
 def test_no_thread_is_left():
