@@ -23,7 +23,7 @@ from k3train.optim.guard import judge
 from k3train.optim.optimizer import Optimizer
 from k3train.optim.qk_clip import qk_clip
 from k3train.parallel.activations import shard_rows
-from k3train.parallel.axes import batch_sharding
+from k3train.parallel.axes import batch_sharding, replicated
 from k3train.train.assembly import Assembly
 from k3train.train.loss import batch_loss, count_tokens
 from k3train.train.state import State
@@ -198,7 +198,8 @@ def compile_step(parts: Assembly) -> Callable[[State, Batch, jax.Array], tuple[S
     rows, length = parts.exp.train.global_batch, parts.exp.data.sequence_length
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=batch_sharding(parts.mesh))
     mask = jax.ShapeDtypeStruct((rows, length), jnp.bool_, sharding=ids.sharding)
-    whole = jax.jit(step, donate_argnums=0, out_shardings=(parts.factory.shardings, None))
+    # Left to itself, XLA may keep metrics of sharded arrays sharded, and a process could not read the others' part.
+    whole = jax.jit(step, donate_argnums=0, out_shardings=(parts.factory.shardings, replicated(parts.mesh)))
     tokens = jax.ShapeDtypeStruct((), jnp.float32)
     return whole.lower(parts.factory.abstract, Batch(ids, ids, ids, mask), tokens).compile()
 
