@@ -1,7 +1,7 @@
 """How a run begins: anew, from another run's weights, or where it left off."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,6 +11,8 @@ from k3train.checkpoint.state_hash import combined, state_hash
 from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.parallel import coordination, distributed
+from k3train.run.agreement import refuse_difference
 from k3train.run.branch import way_to_go_on
 from k3train.train.assembly import Assembly
 from k3train.train.state import State
@@ -27,11 +29,18 @@ class Begun(NamedTuple):
     tokens: int
 
 
+def agree(known: dict[str, Any]) -> None:
+    """Every process must know the same (``run/agreement.py``); all of them ask at the same point."""
+    if distributed.process_count() > 1:
+        refuse_difference(distributed.process_index(), coordination.broadcast(known), known)
+
+
 def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     """The run's first state, by ``run.resume`` and ``run.init_from``.
 
     Raises:
-      UserError: exit 31 where the named checkpoint is missing, damaged or does not fit.
+      UserError: exit 31 where the named checkpoint is missing, damaged or does not fit; exit 30 where the state of
+        another run is all that this one asks for.
     """
     run = parts.exp.run
     resume = way_to_go_on(run)
@@ -53,6 +62,11 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     begun = _restored(parts, source, step, say)
     if own:
         manager.retire(step)
+    elif step >= (steps := parts.going_on(step, begun.tokens).steps):
+        raise UserError(
+            f"nothing is left to train: this run is to have {steps} steps, and it begins with the state of step {step} "
+            f"of {found.directory.parent}. Raise train.steps or train.tokens, or begin with an earlier step"
+        )
     say(f"resumed from {found.directory.parent} at step {step}, state {combined(state_hash(begun.state))}")
     return begun
 

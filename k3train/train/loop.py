@@ -24,13 +24,13 @@ from k3train.parallel.axes import batch_sharding
 from k3train.run.branch import parent_of
 from k3train.run.determinism import COST, Strict, read_kept, refuse_changes
 from k3train.run.directory import METRICS, RunDirectory
-from k3train.run.environment import facts
+from k3train.run.environment import facts, git_commit, versions
 from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
 from k3train.run.identity import render as render_changes
 from k3train.run.supervision import Stopped, Supervision
 from k3train.train.anomalies import AnomalyLog
 from k3train.train.assembly import assemble, open_data
-from k3train.train.begin import begin
+from k3train.train.begin import agree, begin
 from k3train.train.evaluate import Evaluator
 from k3train.train.introduce import introduce
 from k3train.train.memory import out_of_memory
@@ -59,6 +59,7 @@ def train(exp: Experiment, began: float | None = None) -> ExitCode:
     exp = exp.absolute()  # what the run folder keeps must hold from any working directory
     with supervise(exp, time.time() if began is None else began) as watch, ExitStack() as stack:
         try:
+            agree({**exp.model_dump(mode="json"), "versions": versions(), "git_commit": git_commit()})
             parent = parent_of(exp) if main else None
             folder = stack.enter_context(
                 RunDirectory(
@@ -128,6 +129,8 @@ class Run:
             return self.turn_back()
         try:
             with jax.set_mesh(self.parts.mesh):
+                if self.ended_before():
+                    return self.finish(self.first)
                 step_fn = self.compile()
                 with self.progress:
                     return self.steps(step_fn)
@@ -156,6 +159,7 @@ class Run:
         self.store = open_data(self.exp, self.console.print)
         self.folder.claim(STORE_KEY, self.store.fingerprint)
         self.folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
+        agree({STORE_KEY: self.store.fingerprint, TOKENIZER_KEY: self.parts.tokenizer.fingerprint})
         self.evaluator = Evaluator(self.parts, self.store) if self.store.holdout.tokens > 1 else None
         if self.evaluator is None:
             self.say("nothing is held out, so nothing will be evaluated; raise data.holdout for held-out loss")
@@ -284,6 +288,13 @@ class Run:
             self.saver.save(self.state, self.now(step), kind)
         if self.exp.sample.every and step % self.exp.sample.every == 0:
             self.sample(step)
+
+    def ended_before(self) -> bool:
+        """Whether an earlier attempt has done it all, so that nothing need be compiled."""
+        if self.first < self.parts.steps:
+            return False
+        scored = not self.evaluation_due(self.first) or self.has_line(METRICS, self.first, "eval/holdout/loss")
+        return scored and (not self.exp.sample.prompts or self.has_line(SAMPLES, self.first, "text"))
 
     def now(self, step: int) -> Moment:
         """Where the run stands after ``step``."""

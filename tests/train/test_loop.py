@@ -241,8 +241,18 @@ def test_in_the_last_evaluation(bench: Bench, whole: Path, monkeypatch):
     assert train(bench.experiment("last"))[0] == ExitCode.PREEMPTED_SAVED
     assert train(bench.experiment("last"))[0] == 0
     same_as(bench.folder / "last", whole)
-    assert train(bench.experiment("last"))[0] == 0  # once more changes nothing
+    with monkeypatch.context() as context:  # once more changes nothing, and need not be compiled
+        context.setattr(loop, "compile_step", lambda parts: pytest.fail("compiled"))
+        assert train(bench.experiment("last"))[0] == 0
     same_as(bench.folder / "last", whole)
+
+
+def test_a_run_that_begins_at_its_end_is_refused(bench: Bench, whole: Path):
+    """It would end as finished and hold no checkpoint."""
+    exp = bench.experiment("late", run={"dir": "-", "resume": f"{whole}@{STEPS}"})
+    with pytest.raises(UserError, match=f"nothing is left to train: this run is to have {STEPS} steps") as refused:
+        loop.train(exp)
+    assert refused.value.exit_code == ExitCode.CONFIG
 
 
 def test_in_a_save(bench: Bench, whole: Path, monkeypatch):
