@@ -61,13 +61,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: exit 31 where there is no such checkpoint, 33 where a trainer uses the run that is to be pruned.
     """
+    from k3train.run.output import lasting_output
+
     match args.action:
         case "list":
             return _list(args)
         case "verify":
-            return _verify(args)
+            with lasting_output():  # the verdict holds, and what is begun is done, whether or not anybody reads on
+                return _verify(args)
         case "prune":
-            return _prune(args)
+            with lasting_output():
+                return _prune(args)
         case "keep":
             return _keep(args)
         case _:

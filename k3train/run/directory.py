@@ -46,6 +46,10 @@ LOCK, EXPERIMENT, CONFIG, ATTEMPTS = "run.lock", "experiment.json", "config.yaml
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 # Facts of an attempt's surroundings that its numbers may depend on.
 _DERIVED = ("versions", "git_commit", "xla_flags", "devices", "processes")
+_GO_ON = (
+    "bring it back from a copy. Without one, remove what is left of it and go on in another run.dir, with run.resume: "
+    "PATH@STEP for a checkpoint of this folder"
+)
 _PROBE_BYTES = 1 << 20
 
 
@@ -114,6 +118,8 @@ class RunDirectory:
     def _settle(self) -> None:
         """Under the lock: compare or write what the folder stands for, then the config."""
         stored = read_experiment(self.path)
+        if stored is None and has_checkpoints(self.address):  # a new id would make them another run's
+            raise UserError(f"{self.address} holds checkpoints but no {EXPERIMENT}; {_GO_ON}", ExitCode.RUN_FOLDER)
         self.run_id = stored["run_id"] if stored else secrets.token_hex(6)
         if stored is not None and self._trained():
             first = compare(Experiment, stored["config"], self._config)
@@ -333,7 +339,7 @@ def read_experiment(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     except Exception as error:
         if not (in_object_store(path) or isinstance(error, OSError | ValueError | AttributeError)):
             raise
-        raise UserError(f"{file} cannot be read ({error}); choose another run.dir", ExitCode.RUN_FOLDER) from error
+        raise UserError(f"{file} cannot be read ({error}); {_GO_ON}", ExitCode.RUN_FOLDER) from error
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """``k3train ckpt`` on a small run of two states."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,18 @@ def test_prune_waits_for_no_trainer(run, capsys):
     assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 33
     assert "is in use by" in capsys.readouterr().err and steps(run) == [10, 20, 25]
     lock.release()
+
+
+def test_verify_and_prune_do_not_need_a_reader(run):
+    """``... | head -1`` leaves; the exit code stays true and no deletion stops half-way."""
+    flip(biggest(run / "checkpoints" / "20"))
+    for arguments, code in ((["verify", "--all"], 31), (["prune", "--keep", "1"], 0)):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-m", "k3train", "ckpt", *arguments, str(run)], stdout=write)
+        os.close(write)
+        assert done.returncode == code
+    assert steps(run) == [20, 25]
 
 
 def test_diff(run, capsys, monkeypatch):
