@@ -4,6 +4,7 @@ import argparse
 import difflib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,7 +32,10 @@ def entry() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Text that the terminal's encoding lacks is escaped, and ends no command.
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once more, on the way out, would end in a traceback
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) left: nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FINISHED)
-    except Exception:
+    except Exception as error:
+        if _interrupts(error):
+            print("k3train: interrupted", file=sys.stderr)
+            return INTERRUPTED
         traceback.print_exc()
         return int(ExitCode.BUG)
+
+
+def _interrupts(error: BaseException | None) -> bool:
+    """Whether an error comes of Ctrl-C, which a library in the middle of its import makes an ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:

@@ -35,21 +35,23 @@ def run(args: argparse.Namespace) -> int:
     """
     began = time.time()
 
-    from k3train.config.load import load
-    from k3train.experiment import Experiment
+    from k3train.run.signals import nothing_to_save
 
-    exp = load(args.config, args.overrides, Experiment).experiment
+    with nothing_to_save():
+        from k3train.config.load import load
+        from k3train.experiment import Experiment
 
-    from k3train.parallel import distributed
+        exp = load(args.config, args.overrides, Experiment).experiment
+
+        from k3train.parallel import distributed
+        from k3train.run.identity import DriftRefused
+        from k3train.run.output import lasting_output
+        from k3train.train.loop import train
 
     distributed.initialize(peer_timeout_s=exp.run.peer_timeout_s)
 
     if args.branch is not None:
         exp = _branch(exp, args.branch)
-
-    from k3train.run.identity import DriftRefused
-    from k3train.run.output import lasting_output
-    from k3train.train.loop import train
 
     try:
         with lasting_output():

@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from k3train.config.exit_codes import INTERRUPTED, ExitCode
@@ -119,6 +119,27 @@ class StopRequest:
         self._old.clear()
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._write)
+
+
+@contextmanager
+def nothing_to_save() -> Iterator[None]:
+    """While entered (main thread, before ``StopRequest``), what asks to stop ends the process with PREEMPTED_LOST.
+
+    The loading of JAX takes seconds; by the signal's default action a batch system would not know to requeue.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        _say(f"{_WORDS[signal.Signals(number).name]}; nothing was begun")
+        os._exit(ExitCode.PREEMPTED_LOST)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _say(text: str) -> None:

@@ -166,3 +166,14 @@ def test_test_command_runs_every_step_and_tells_what_failed(monkeypatch, capfd):
 
 def test_test_command_passes_arguments_to_pytest():
     assert cli_test.steps(["-k", "x"])["pytest"][1:] == ["-m", "pytest", "-n", "2", "--dist", "worksteal", "-k", "x"]
+
+
+def test_an_interrupt_that_a_library_wraps_is_one(command, capsys):
+    """jaxlib, interrupted while it is imported, raises ImportError."""
+
+    def run(args):
+        raise ImportError("while initializing the extension") from KeyboardInterrupt()
+
+    command(run)
+    assert cli.main(["config"]) == 130
+    assert capsys.readouterr().err == "k3train: interrupted\n"

@@ -121,6 +121,21 @@ with StopRequest() as stop:
     assert done.returncode == 130 and done.stdout == "heard\nrecorded\n"
 
 
+def test_before_anything_is_begun_a_batch_system_hears_that_it_may_requeue():
+    script = """
+import os, signal
+from k3train.run.signals import nothing_to_save
+with nothing_to_save():
+    pass
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+with nothing_to_save():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (ExitCode.PREEMPTED_LOST, "") and "SIGTERM" in done.stderr
+
+
 def test_no_thread_is_left():
     before = threading.active_count()
     with StopRequest():
