@@ -115,3 +115,40 @@ def test_no_square_of_scores_is_held():
     loss = lambda q, k, v: jnp.sum(attention(q, k, v, scale=0.4, block=block)[0] * do)  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
     assert max(sizes(jaxpr.jaxpr)) == SHAPE.heads * block * tokens  # one block of scores, and nothing larger
+
+
+@pytest.mark.parametrize(
+    ("starts", "length", "block"), [((0, 30), 10, 4), ((5, 17, 33), 7, 16), ((0,), 40, 512)], ids=str
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_stretches_of_a_row_are_its_rows(starts, length, block, packed):
+    """Queries that stand somewhere in the row get what they get there; keys get the gradient of these queries alone."""
+    qkv, do = inputs(2, 40)
+    ids = jnp.asarray(specs.segment_ids(2, 40)) if packed else None
+    place = np.concatenate([np.arange(s, s + length) for s in starts])
+    chosen = jnp.zeros_like(do).at[:, place].set(do[:, place])
+    o, _, dq, dk, dv = value_and_grads(qkv, chosen, ids, "reference")
+
+    def loss(q, k, v):
+        o, top = attention(q, k, v, scale=0.4, segment_ids=ids, block=block, places=jnp.asarray(starts, jnp.int32))
+        return jnp.sum(o * do[:, place]), (o, top)
+
+    q = qkv[0][:, place]
+    (_, (got, top)), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, *qkv[1:])
+    want_o, want_top = attention(
+        q, *qkv[1:], scale=0.4, segment_ids=ids, places=jnp.asarray(starts, jnp.int32), implementation="reference"
+    )
+    np.testing.assert_allclose(want_o, o[:, place], rtol=RTOL, atol=ATOL)
+    for name, g, w in zip(
+        ("o", "max_logit", "dq", "dk", "dv"), (got, top, *grads), (o[:, place], want_top, dq[:, place], dk, dv),
+        strict=True,
+    ):  # fmt: skip
+        np.testing.assert_allclose(g, w, rtol=RTOL, atol=ATOL, err_msg=name)
+
+
+def test_work_follows_the_place_of_a_stretch():
+    """The inner loop's length is not the row's: queries at its beginning look at one block of keys."""
+    qkv, _ = inputs(1, 40)
+    poisoned = tuple(x.at[:, 8:].set(jnp.nan) for x in qkv[1:])
+    o, _ = attention(qkv[0][:, :8], *poisoned, scale=0.4, block=8, places=jnp.zeros(1, jnp.int32))
+    assert np.all(np.isfinite(o))

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from k3train.kernels.attention import blockwise, reference
+from k3train.kernels.attention import blockwise, reference, stretches
 
 
 def attention(
@@ -20,6 +20,7 @@ def attention(
     segment_ids: jax.Array | None = None,
     implementation: Literal["auto", "blockwise", "reference"] = "auto",
     block: int = 512,
+    places: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention in which a token sees itself and earlier tokens of its own document (k3-facts 3).
 
@@ -31,6 +32,8 @@ def attention(
       segment_ids: [B, T] int, documents of a row numbered from 1, 0 for padding; one document if absent.
       implementation: ``auto`` is ``blockwise``.
       block: query rows scored at a time (blockwise).
+      places: [n] int32: the queries are not those of the keys but n equal stretches of the row that begin there
+        (context parallelism); k, v and segment_ids are the whole row's, [B, S, ...].
 
     Returns:
       (o, max_logit): o [B, T, H, V] wide (float32, or float64 for float64 inputs), zero on padding;
@@ -38,8 +41,10 @@ def attention(
       such pair. No gradient flows through max_logit.
 
     Raises:
-      ValueError: where keys are not as many as queries.
+      ValueError: where keys are not as many as queries, or stretches not equal.
     """
+    if places is not None:
+        return _of_stretches(q, k, v, scale, segment_ids, implementation, block, places)
     if k.shape[:3] != q.shape[:3] or v.shape[:3] != q.shape[:3]:
         raise ValueError(f"attention needs as many keys as queries, got {q.shape}, {k.shape}, {v.shape}")
     if segment_ids is None:
@@ -49,3 +54,25 @@ def attention(
             return reference.attention(q, k, v, segment_ids, scale)
         case "auto" | "blockwise":
             return blockwise.attention(q, k, v, segment_ids, scale, block)
+
+
+def _of_stretches(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    segment_ids: jax.Array | None,
+    implementation: str,
+    block: int,
+    places: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`attention` of some stretches of a row; the reference scores all queries and picks theirs."""
+    if q.shape[1] % places.shape[0] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"{q.shape[1]} queries are not {places.shape[0]} equal stretches of {k.shape}, {v.shape}")
+    if segment_ids is None:
+        segment_ids = jnp.ones(k.shape[:2], jnp.int32)
+    if implementation != "reference":
+        return stretches.attention(q, k, v, segment_ids, places, scale, block)
+    length = q.shape[1] // places.shape[0]
+    place = (places[:, None] + jnp.arange(length, dtype=jnp.int32)[None]).reshape(-1)  # [n L]
+    return reference.attention(q, k, v, segment_ids, scale, place)

@@ -7,14 +7,21 @@ from k3train.kernels.numerics import wide
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    scale: float,
+    place: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See :func:`k3train.kernels.attention.api.attention`."""
+    """See :func:`k3train.kernels.attention.api.attention`; ``place`` [T] int32 is where queries stand in the row."""
     q, k, v = wide(q), wide(k), wide(v)
-    tokens = jnp.arange(q.shape[1])
-    causal = tokens[:, None] >= tokens[None, :]  # [T, T]
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]  # [B, T, T]
-    valid = (same & causal[None])[:, None]  # [B, 1, T, T]
+    tokens = jnp.arange(k.shape[1])
+    place = tokens if place is None else place
+    causal = place[:, None] >= tokens[None, :]  # [T, S]
+    mine = segment_ids[:, place]
+    same = (mine[:, :, None] == segment_ids[:, None, :]) & (mine != 0)[:, :, None]  # [B, T, S]
+    valid = (same & causal[None])[:, None]  # [B, 1, T, S]
     scores = scale * jnp.einsum("bthd,bshd->bhts", q, k)
     scores = jnp.where(valid, scores, -jnp.inf)
     max_logit = jax.lax.stop_gradient(jnp.max(scores, axis=(0, 2, 3)))  # [H]

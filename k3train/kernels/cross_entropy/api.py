@@ -31,6 +31,7 @@ def cross_entropy(
     chunk: int = 8192,
     token_block: int = 8192,
     implementation: Literal["auto", "chunked", "reference"] = "auto",
+    axes: tuple[str, ...] = (),
 ) -> CrossEntropy:
     """Cross entropy of ``hidden @ head``.
 
@@ -42,13 +43,15 @@ def cross_entropy(
       z_loss: weight of logsumexp^2.
       chunk: vocabulary entries scored at a time (chunked form).
       token_block: tokens scored at a time (chunked form): at most [token_block, chunk] wide logits live at
-        once, 256 MiB by default. It counts tokens of all devices: with tokens sharded over d devices pass
-        d times as many. Blocks are strided through N, so that each one lies on all devices.
+        once, 256 MiB by default.
       implementation: ``auto`` is ``chunked``.
+      axes: inside ``shard_map``, the mesh axes that split the head's rows: it is gathered a chunk at a time, and its
+        gradient scattered. Sums are of this device's tokens.
 
     Returns:
       Sums; differentiable in ``hidden`` and ``head`` through ``loss_sum`` and ``z_sum``.
     """
     if implementation == "reference":
+        head = jax.lax.all_gather(head, axes, axis=0, tiled=True) if axes else head
         return CrossEntropy(*reference.cross_entropy(hidden, head, targets, mask, z_loss))
-    return CrossEntropy(*chunked.cross_entropy(hidden, head, targets, mask, z_loss, chunk, token_block))
+    return CrossEntropy(*chunked.cross_entropy(hidden, head, targets, mask, z_loss, chunk, token_block, axes))

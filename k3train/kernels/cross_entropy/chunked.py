@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from k3train.kernels.numerics import wide_dtype
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]
+Axes = tuple[str, ...]
 LANES = 128
 """Chunks are a multiple of this many columns where the vocabulary allows."""
 
@@ -31,15 +32,22 @@ class Running(NamedTuple):
     """Logit of the target, once its chunk has been seen."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def cross_entropy(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float, chunk: int, token_block: int
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    z_loss: float,
+    chunk: int,
+    token_block: int,
+    axes: Axes = (),
 ) -> Sums:
     """(loss sum, z sum, correct) of ``api.cross_entropy``."""
-    return _forward(hidden, head, targets, mask, z_loss, chunk, token_block)[0]
+    return _forward(hidden, head, targets, mask, z_loss, chunk, token_block, axes)[0]
 
 
-def _forward(hidden, head, targets, mask, z_loss, chunk, token_block):
+def _forward(hidden, head, targets, mask, z_loss, chunk, token_block, axes):
     blocks = partial(_blocks, token_block=token_block)
     h, t, m = blocks(hidden), blocks(targets), blocks(mask)  # [B, b, D], [B, b], [B, b]
     dtype = wide_dtype(hidden.dtype)
@@ -51,7 +59,7 @@ def _forward(hidden, head, targets, mask, z_loss, chunk, token_block):
     )
 
     def over_chunks(running: Running, index: jax.Array) -> tuple[Running, None]:
-        weight, columns, fresh = _slice(head, index, chunk, hidden.dtype)
+        weight, columns, fresh = _slice(head, index, chunk, hidden.dtype, axes)
 
         def over_tokens(_, block):
             h, t, running = block
@@ -80,7 +88,7 @@ def _advance(running: Running, logits: jax.Array, columns: jax.Array, targets: j
     return Running(peak, total, best, target)
 
 
-def _backward(z_loss, chunk, token_block, saved, cotangents):
+def _backward(z_loss, chunk, token_block, axes, saved, cotangents):
     hidden, head, targets, mask, lse = saved
     g_loss, g_z, _ = cotangents
     blocks = partial(_blocks, token_block=token_block)
@@ -91,7 +99,7 @@ def _backward(z_loss, chunk, token_block, saved, cotangents):
 
     def over_chunks(carry, index):
         d_hidden, d_head = carry
-        weight, columns, fresh = _slice(head, index, chunk, hidden.dtype)
+        weight, columns, fresh = _slice(head, index, chunk, hidden.dtype, axes)
         weight_fresh = jnp.where(fresh[None, :], weight, 0)  # columns of the overlap count once in d_hidden
 
         def over_tokens(d_weight, block):
@@ -106,6 +114,8 @@ def _backward(z_loss, chunk, token_block, saved, cotangents):
         d_weight, d_hidden = jax.lax.scan(
             over_tokens, jnp.zeros(weight.shape, d_hidden.dtype), (h, t, lse, on_p, on_target, d_hidden)
         )
+        if axes:
+            d_weight = jax.lax.psum_scatter(d_weight, axes, scatter_dimension=0, tiled=True)
         # The overlap's gradient is the same in both chunks, so writing it twice is right.
         d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_weight.astype(head.dtype), columns[0], axis=1)
         return (d_hidden, d_head), None
@@ -137,7 +147,9 @@ def _chunks(vocab: int, chunk: int) -> tuple[int, int]:
     return count, min(-(-even // LANES) * LANES, max(chunk, even), vocab)
 
 
-def _slice(head: jax.Array, index: jax.Array, chunk: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _slice(
+    head: jax.Array, index: jax.Array, chunk: int, dtype: jnp.dtype, axes: Axes
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chunk ``index``: weights [D, C], column numbers [C], and which columns no chunk before had [C].
 
     The last chunk is moved left to end with the vocabulary, so the head needs no padded copy.
@@ -146,14 +158,13 @@ def _slice(head: jax.Array, index: jax.Array, chunk: int, dtype: jnp.dtype) -> t
     first = jnp.minimum(index * size, head.shape[1] - size)
     columns = first + jnp.arange(size, dtype=jnp.int32)
     weight = jax.lax.dynamic_slice_in_dim(head, first, size, axis=1).astype(dtype)
+    if axes:
+        weight = jax.lax.all_gather(weight, axes, axis=0, tiled=True)
     return weight, columns, columns >= index * size
 
 
 def _blocks(x: jax.Array, token_block: int) -> jax.Array:
-    """[N, ...] -> [B, b, ...], block i holding tokens i, i + B, i + 2B, ...; zeros fill up the last ones.
-
-    Strided blocks keep a sharded N sharded: axis b runs over devices as N did.
-    """
+    """[N, ...] -> [B, b, ...], block i holding tokens i, i + B, i + 2B, ...; zeros fill up the last ones."""
     count = -(-x.shape[0] // token_block)
     size = -(-x.shape[0] // count)
     x = jnp.pad(x, [(0, count * size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))

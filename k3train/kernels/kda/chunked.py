@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from k3train.kernels.kda import pairs
+from k3train.kernels.kda import context, pairs
 from k3train.kernels.kda.reference import decay_factors
 from k3train.kernels.kda.triangular import unit_lower_inverse
 
@@ -44,9 +44,11 @@ class Saved(NamedTuple):
     """D, [N, B, H, C, V]."""
     starts: jax.Array
     """S, [N, B, H, K, V]."""
+    transition: jax.Array | None
+    """M of a shard (``context.py``), [B, H, K, K]; None where a device has whole rows."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def chunked(
     q: jax.Array,
     k: jax.Array,
@@ -56,15 +58,18 @@ def chunked(
     state: jax.Array,
     precision: lax.PrecisionLike,
     chunk: int,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Same arguments and results as :func:`k3train.kernels.kda.reference.recurrent`, and ``chunk``, a power of two.
 
     Work inside chunks is batched over all of them; two products of a chunk, [C, K] with [K, V], are sequential.
+    With ``axis``, a mesh axis inside ``shard_map``, tokens are a shard of the row; ``state`` is then the state before
+    the row on every device, and the second result the state after this device's shard.
     """
-    return _forward(q, k, v, g, beta, state, precision, chunk)[0]
+    return _forward(q, k, v, g, beta, state, precision, chunk, axis)[0]
 
 
-def _forward(q, k, v, g, beta, state, precision, chunk):
+def _forward(q, k, v, g, beta, state, precision, chunk, axis):
     matmul = partial(jnp.matmul, precision=precision)
     tokens = q.shape[1]
     chunk = min(chunk, 1 << (tokens - 1).bit_length())
@@ -80,9 +85,15 @@ def _forward(q, k, v, g, beta, state, precision, chunk):
         written = u - matmul(w, state)
         return whole[..., None] * state + _tn(keys, written, precision), (state, written)
 
-    state, (starts, written) = lax.scan(step, state, (w, u, k * tail, head[..., -1, :]))
+    chunks = (w, u, k * tail, head[..., -1, :])
+    moves = None
+    if axis is not None:
+        moves = context.transition(w, chunks[2], chunks[3], precision)
+        own, _ = lax.scan(step, jnp.zeros_like(state), chunks)
+        state = context.start_of_shard(state, moves, own, axis, precision)
+    state, (starts, written) = lax.scan(step, state, chunks)
     o = matmul(q * head, starts) + matmul(scores, written)
-    return (_uncut(o, tokens), state), Saved(rows, k, v, decay, beta, scores, inverse, w, written, starts)
+    return (_uncut(o, tokens), state), Saved(rows, k, v, decay, beta, scores, inverse, w, written, starts, moves)
 
 
 def _pairs(rows: jax.Array, k: jax.Array, stages: list[pairs.Stage], precision: lax.PrecisionLike):
@@ -96,8 +107,8 @@ def _pairs(rows: jax.Array, k: jax.Array, stages: list[pairs.Stage], precision: 
     return lax.optimization_barrier((scores[..., 0, :, :], inverse[..., 0, :, :]))
 
 
-def _backward(precision, chunk, saved: Saved, cotangents):
-    rows, k, v, decay, beta, scores, inverse, w, written, starts = saved
+def _backward(precision, chunk, axis, saved: Saved, cotangents):
+    rows, k, v, decay, beta, scores, inverse, w, written, starts, moves = saved
     tn, nt = partial(_tn, precision=precision), partial(_nt, precision=precision)
     q = rows[..., 0, :, :]
     tokens = cotangents[0].shape[1]
@@ -111,7 +122,12 @@ def _backward(precision, chunk, saved: Saved, cotangents):
         return whole[..., None] * d_state + d_start - tn(w, d_written), (d_state, d_written)
 
     xs = (tn(scores, do), tn(q * head, do), k * tail, w, whole)
+    if moves is not None:
+        own, _ = lax.scan(step, d_state, xs, reverse=True)
+        d_state = d_state + context.end_of_shard(moves, own, axis, precision)
     d_start, (d_ends, d_written) = lax.scan(step, d_state, xs, reverse=True)
+    if moves is not None:  # the row's state enters the first shard only
+        d_start = jnp.where(lax.axis_index(axis) == 0, d_start, 0)
 
     d_right = tn(inverse, d_written)  # of beta v - beta e^G k S
     outer = jnp.concatenate([do, -d_right], axis=-2)  # times D^T: gradient of (P, A); times S^T: of e^G (q, beta k)
