@@ -14,7 +14,7 @@ from k3train.metrics.config import MetricsConfig
 from k3train.models.config import ModelConfig
 from k3train.models.rules import model_faults
 from k3train.optim.config import OptimConfig
-from k3train.parallel.config import MeshConfig
+from k3train.parallel.config import ROW_AXES, TOKEN_AXES, MeshConfig
 from k3train.run.config import RunConfig
 from k3train.train.config import EvalConfig, SampleConfig, TrainConfig
 
@@ -98,11 +98,8 @@ def sequence_and_chunk(e: Experiment) -> Iterator[Fault]:
 
 def batch_over_devices(e: Experiment) -> Iterator[Fault]:
     """Each microbatch splits evenly over the devices that share the batch (those known before the run starts)."""
-    known = {f"mesh.{name}": size for name, size in (("data", e.mesh.data), ("fsdp", e.mesh.fsdp)) if size > 1}
+    known, devices = e.mesh.known(ROW_AXES), e.mesh.ways(ROW_AXES)
     rows = e.train.global_batch // e.train.accumulation
-    devices = 1
-    for size in known.values():
-        devices *= size
     if rows % devices:
         yield Fault(
             ("train.global_batch", "train.accumulation", *known),
@@ -112,13 +109,66 @@ def batch_over_devices(e: Experiment) -> Iterator[Fault]:
         )
 
 
+def rows_over_context(e: Experiment) -> Iterator[Fault]:
+    """Each row splits evenly over the devices that share its tokens; attention's work is evened out by halves."""
+    halves = 2 if e.mesh.context > 1 else 1
+    known, ways = e.mesh.known(TOKEN_AXES), e.mesh.ways(TOKEN_AXES)
+    if e.data.sequence_length % (ways * halves):
+        yield Fault(
+            ("data.sequence_length", *known),
+            f"{e.data.sequence_length} tokens do not go into {ways * halves} equal parts "
+            f"({ways} devices{', two halves each' * (halves > 1)})",
+            f"make data.sequence_length a multiple of {ways * halves}, or change the others",
+        )
+    elif e.mesh.context > 1 and e.model.kda and e.data.sequence_length // e.mesh.context < e.model.kda.conv_size - 1:
+        yield Fault(
+            ("data.sequence_length", "mesh.context", "model.kda.conv_size"),
+            f"a device's {e.data.sequence_length // e.mesh.context} tokens are fewer than the "
+            f"{e.model.kda.conv_size - 1} that the short convolution looks back",
+            "lengthen the rows, or set a smaller mesh.context",
+        )
+    if e.mesh.context > 1 and e.model.layers.kda and e.kernels.kda == "recurrent":
+        yield Fault(
+            ("kernels.kda", "mesh.context"),
+            "the recurrent form takes a row token by token, so devices cannot share it",
+            "set kernels.kda: chunked",
+        )
+
+
+def model_over_tensor(e: Experiment) -> Iterator[Fault]:
+    """Heads and feed-forward widths split evenly."""
+    ways, model = e.mesh.tensor, e.model
+    sizes = {
+        "model.kda.num_heads": model.kda.num_heads if model.kda else 0,
+        "model.mla.num_heads": model.mla.num_heads if model.mla else 0,
+        "model.ffn.intermediate_size": model.ffn.intermediate_size if model.ffn else 0,
+        "model.moe.intermediate_size": model.moe.num_shared * model.moe.intermediate_size if model.moe else 0,
+    }
+    for key, size in sizes.items():
+        if ways > 1 and size % ways:
+            what = f"{size} {'heads' if 'heads' in key else 'columns of the feed-forward network'}"
+            yield Fault((key, "mesh.tensor"), f"{what} do not divide over {ways} devices", "set a smaller mesh.tensor")
+
+
+def experts_over_devices(e: Experiment) -> Iterator[Fault]:
+    """Experts split evenly over their axis, if there are any."""
+    if e.mesh.expert > 1 and e.model.moe is None:
+        yield Fault(("mesh.expert",), "this model has no experts", "give the devices to mesh.fsdp")
+    elif e.mesh.expert > 1 and e.model.moe and e.model.moe.num_experts % e.mesh.expert:
+        yield Fault(
+            ("model.moe.num_experts", "mesh.expert"),
+            f"{e.model.moe.num_experts} experts do not divide over {e.mesh.expert} devices",
+            "set mesh.expert to a divisor",
+        )
+
+
 def hidden_over_fsdp(e: Experiment) -> Iterator[Fault]:
     """Parameters are cut along the hidden width."""
     if e.mesh.fsdp > 1 and e.model.hidden_size % e.mesh.fsdp:
         yield Fault(
             ("mesh.fsdp", "model.hidden_size"),
             f"a hidden width of {e.model.hidden_size} does not divide over {e.mesh.fsdp} shards",
-            "set mesh.fsdp to a divisor of model.hidden_size, and give the other devices to mesh.data",
+            "set mesh.fsdp to a divisor of model.hidden_size, and give the other devices to mesh.replica",
         )
 
 
@@ -219,6 +269,9 @@ RULES = (
     vocabulary,
     sequence_and_chunk,
     batch_over_devices,
+    rows_over_context,
+    model_over_tensor,
+    experts_over_devices,
     hidden_over_fsdp,
     budget,
     balancing,

@@ -49,13 +49,13 @@ class Layout:
         return f"{self.processes}x{self.devices} {','.join(f'{k}={v}' for k, v in self.mesh.items())}"
 
 
-ONE = Layout(1, 1, {"data": 1})
+ONE = Layout(1, 1, {"replica": 1})
 LAYOUTS = (
     ONE,
-    Layout(1, 2, {"data": 2}),
-    Layout(1, 2, {"data": 1, "fsdp": 2}),
-    Layout(2, 1, {"data": 2}),
-    Layout(2, 1, {"data": 1, "fsdp": 2}),
+    Layout(1, 2, {"replica": 2}),
+    Layout(1, 2, {"replica": 1, "fsdp": 2}),
+    Layout(2, 1, {"replica": 2}),
+    Layout(2, 1, {"replica": 1, "fsdp": 2}),
 )
 
 

@@ -33,16 +33,16 @@ class Holdout:
     """Targets scored."""
     source_bytes: int
     """Bytes of text that they stand for."""
-    process_index: int = 0
-    process_count: int = 1
+    part: int = 0
+    parts: int = 1
 
     def __len__(self) -> int:
         return -(-self.rows // self.batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        share = self.batch // self.process_count
+        share = self.batch // self.parts
         for index in range(len(self)):
-            first = index * self.batch + self.process_index * share
+            first = index * self.batch + self.part * share
             rows = np.arange(first, first + share)
             # Rows past the limit are pushed past the end of the split, where rows are padding.
             rows = np.where(rows < self.rows, rows, self.store.holdout.tokens + rows)
@@ -55,18 +55,18 @@ def holdout_batches(
     batch: int,
     max_rows: int | None = None,
     *,
-    process_index: int = 0,
-    process_count: int = 1,
+    part: int = 0,
+    parts: int = 1,
 ) -> Holdout:
-    """Batches of [batch / process_count, sequence_length] over the held-out documents, with exact totals.
+    """Batches of [batch / parts, sequence_length] over the held-out documents, with exact totals.
 
     Args:
       store: an opened store.
       sequence_length: S.
-      batch: rows of a global batch; process p gets rows [p*B/P, (p+1)*B/P) of each.
+      batch: rows of a global batch; part p has rows [p*B/P, (p+1)*B/P) of each.
       max_rows: read only the first so many rows.
-      process_index: p.
-      process_count: P, which divides ``batch``.
+      part: p.
+      parts: P, which divides ``batch``.
 
     Raises:
       UserError: nothing is held out, or P does not divide the batch.
@@ -77,8 +77,8 @@ def holdout_batches(
             f"{store.path}: no document is held out (data.holdout {store.header.holdout} of {store.train.documents} "
             "documents), and evaluation needs some; raise data.holdout and prepare the store anew"
         )
-    if batch % process_count:
-        raise UserError(f"evaluation rows {batch} do not divide over {process_count} processes")
+    if batch % parts:
+        raise UserError(f"evaluation rows {batch} do not divide into {parts} parts")
     rows = -(-(split.tokens - 1) // sequence_length)
     rows = rows if max_rows is None else min(rows, max_rows)
     scored = min(rows * sequence_length + 1, split.tokens)  # tokens read; all but document starts are targets
@@ -93,6 +93,6 @@ def holdout_batches(
         rows=rows,
         supervised=scored - len(starts),
         source_bytes=source_bytes,
-        process_index=process_index,
-        process_count=process_count,
+        part=part,
+        parts=parts,
     )

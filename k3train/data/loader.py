@@ -20,7 +20,7 @@ from k3train.data.trace import Trace
 
 
 class Loader(Iterator[Batch]):
-    """Host-local batches, each array [global_batch / process_count, sequence_length], from ``start_sample`` on.
+    """Host-local batches, each array [global_batch / parts, sequence_length], from ``start_sample`` on.
 
     ``sample`` is the global sample number that the next batch begins with: the whole state of the loader.
     """
@@ -31,8 +31,8 @@ class Loader(Iterator[Batch]):
         config: DataConfig,
         global_batch: int,
         seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        part: int = 0,
+        parts: int = 1,
         start_sample: int = 0,
     ):
         """Open the loader.
@@ -42,22 +42,20 @@ class Loader(Iterator[Batch]):
           config: the data section (row length, epochs, prefetch).
           global_batch: B, rows of one optimizer step over all processes.
           seed: key of the row permutation.
-          process_index: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch.
-          process_count: P, which divides B.
+          part: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch (``distributed.Feed``).
+          parts: P, which divides B.
           start_sample: global sample number to begin with; any, at the same cost.
 
         Raises:
           UserError: P does not divide B, or the split holds no whole row.
         """
-        if global_batch % process_count:
-            raise UserError(f"train.global_batch {global_batch} does not divide over {process_count} processes")
+        if global_batch % parts:
+            raise UserError(f"train.global_batch {global_batch} does not divide into {parts} parts")
         self.order = RowOrder(count_rows(split, config.sequence_length), seed, config.max_epochs)
         self.trace = Trace(split, self.order, config.sequence_length)
         self.global_batch = global_batch
         self.sample = start_sample
-        source = _Batches(
-            split, self.order, config.sequence_length, global_batch, process_index, process_count, start_sample
-        )
+        source = _Batches(split, self.order, config.sequence_length, global_batch, part, parts, start_sample)
         # More threads than one only wait for each other on a mapped file.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=config.prefetch)
         self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
@@ -92,14 +90,14 @@ class _Batches:
         order: RowOrder,
         sequence_length: int,
         global_batch: int,
-        process_index: int,
-        process_count: int,
+        part: int,
+        parts: int,
         start_sample: int,
     ):
         self.split, self.order, self.sequence_length = split, order, sequence_length
-        self.share = global_batch // process_count
+        self.share = global_batch // parts
         self.global_batch = global_batch
-        self.first = start_sample + process_index * self.share
+        self.first = start_sample + part * self.share
         left = sys.maxsize if order.samples is None else order.samples - start_sample
         self.batches = max(0, left // global_batch)
 

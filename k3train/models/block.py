@@ -19,6 +19,7 @@ from k3train.models.parts.kda.layer import KDA
 from k3train.models.parts.mla.layer import MLA
 from k3train.models.parts.moe.layer import MoE
 from k3train.models.parts.norm.layer import RMSNorm
+from k3train.parallel.activations import hidden, sequence
 
 
 class Depth(NamedTuple):
@@ -67,7 +68,7 @@ class DecoderLayer(nnx.Module):
     def _feed(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, dict]:
         if isinstance(self.ffn, MoE):
             return self.ffn(x, segment_ids)
-        return self.ffn(x), {}
+        return hidden(self.ffn(sequence(x))), {}
 
     def __call__(
         self, depth: Depth, starts: jax.Array, segment_ids: jax.Array | None, mixer=None
@@ -86,7 +87,8 @@ class DecoderLayer(nnx.Module):
         start = depth.prefix
         x, mixer_stats = self._read("mixer_residual", depth, [Row(start, True)])
         with jax.named_scope(type(self.mixer).__name__.lower()):
-            y, stats = (mixer or self.mixer)(self.input_norm(x), segment_ids)
+            y, stats = (mixer or self.mixer)(sequence(self.input_norm(x)), segment_ids)
+            y = hidden(y)
         middle = jnp.where(starts[0], jnp.zeros_like(start), start) + y
         x, ffn_stats = self._read("ffn_residual", depth, [Row(start, starts[0]), Row(middle, True)])
         with jax.named_scope("ffn"):

@@ -22,7 +22,7 @@ from k3train.models.parts.head.layer import Head
 from k3train.models.parts.mtp.layer import MTPEntry
 from k3train.models.parts.norm.layer import RMSNorm
 from k3train.models.stack import Stack
-from k3train.parallel.activations import shard_rows
+from k3train.parallel import activations
 
 
 class Hidden(NamedTuple):
@@ -137,12 +137,12 @@ class Decoder:
           next_tokens: [B, T] int32, the token after each, for multi-token prediction; None leaves it out.
         """
         embedding = self._bind("embedding", params)
-        x = shard_rows(embedding(tokens))
+        x = activations.hidden(embedding(tokens))
         prefix, bank, stats = self.stacks["layers"](params["layers"], buffers.get("layers", {}), x, segment_ids)
         main = self._bind("exit", params)(prefix, bank)
         mtp = None
         if next_tokens is not None and "mtp_layers" in self.stacks:
-            joined = self._bind("mtp_entry", params)(main, embedding(next_tokens))
+            joined = activations.hidden(self._bind("mtp_entry", params)(main, embedding(next_tokens)))
             prefix, bank, mtp_stats = self.stacks["mtp_layers"](
                 params["mtp_layers"], buffers.get("mtp_layers", {}), joined, segment_ids
             )

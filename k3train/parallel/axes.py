@@ -4,60 +4,72 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
+from k3train.parallel.activations import names
+from k3train.parallel.config import ROW_AXES
 from k3train.parallel.trees import Path, Spec, Tree, paired, pattern, rebuild
 
-RULES: dict[str, str | None] = {
-    "embed": "fsdp",
-    "experts": "fsdp",
-    "vocab": "fsdp",
-    "heads": "fsdp",
-    "mlp": "fsdp",
-    "latent": "fsdp",
-    "expert_mlp": "fsdp",
-    "q_lora": "fsdp",
-    "kv_lora": "fsdp",
-    "gate_rank": "fsdp",
-    "taps": None,
-}
-"""Every logical axis and the mesh axis that may split it. An array gives a mesh axis to the first of these,
-in the order of this table, that it has and whose size divides."""
+LOGICAL = (
+    "embed", "experts", "vocab", "heads", "mlp", "latent", "expert_mlp", "q_lora", "kv_lora", "gate_rank", "taps",
+)  # fmt: skip
+"""Every name that a dimension of a parameter may have."""
 
-BATCH = PartitionSpec(("data", "fsdp"))
-"""Rows of a batch: every device takes a share."""
+MODEL_AXES = {"experts": "expert", "heads": "tensor", "mlp": "tensor"}
+"""Dimensions that stay split while a layer computes, and the mesh axis that splits them."""
+
+SHARD_AXES = ("fsdp", "expert", "context", "tensor")
+"""Mesh axes that split what is stored (ZeRO-3), as far as the array's model axes leave them free: ``replica`` alone
+holds copies."""
+
+SHARDED = ("embed", "experts", "vocab", "heads", "mlp", "latent", "expert_mlp", "q_lora", "kv_lora", "gate_rank")
+"""Dimensions that they split: the first of these whose size divides, for each mesh axis."""
+
+BATCH = PartitionSpec(ROW_AXES, "context")
+"""[B, T] of a batch: rows, and tokens of a row; what ``tensor`` shares out between projections is whole here."""
 
 LARGE = 2**20
 """Bytes from which a replicated array is worth a word."""
 
 
-def partition(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
-    """How an array lies on the mesh.
+def partition(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
+    """How an array is stored on the mesh.
 
-    A mesh axis is used once an array; a size that does not divide leaves it to the next logical axis.
-    Vectors stay whole: gathering one costs more than holding it. Leading axes that ``axes`` does not name
-    (a layer stack) are not split.
+    A mesh axis is used once an array; a size that does not divide leaves it to the next dimension. Vectors stay whole:
+    gathering one costs more than holding it. Leading axes that ``axes`` does not name (a layer stack) are not split.
 
     Raises:
-      ValueError: a logical axis that is not in :data:`RULES`.
+      ValueError: a logical axis that is not in :data:`LOGICAL`.
     """
-    unknown = [axis for axis in axes if axis is not None and axis not in RULES]
+    unknown = [axis for axis in axes if axis is not None and axis not in LOGICAL]
     if unknown:
-        raise ValueError(f"logical axis {unknown[0]!r} is not in parallel/axes.py RULES")
+        raise ValueError(f"logical axis {unknown[0]!r} is not in parallel/axes.py LOGICAL")
+    if len(axes) < 2:
+        return PartitionSpec()
     lead = len(shape) - len(axes)
-    entries: list[str | None] = [None] * len(shape)
+    entries: list[tuple[str, ...]] = [() for _ in shape]
+    left = list(shape)
     used: set[str] = set()
-    for logical, mesh_axis in RULES.items() if len(axes) > 1 else ():
-        if mesh_axis is None or mesh_axis in used or mesh.shape[mesh_axis] == 1 or logical not in axes:
-            continue
-        place = lead + axes.index(logical)
-        if shape[place] % mesh.shape[mesh_axis] == 0:
-            entries[place] = mesh_axis
+
+    def give(place: int, mesh_axis: str) -> None:
+        ways = mesh.shape[mesh_axis]
+        if mesh_axis not in used and ways > 1 and left[place] % ways == 0:
+            entries[place] += (mesh_axis,)
+            left[place] //= ways
             used.add(mesh_axis)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+
+    for logical, mesh_axis in MODEL_AXES.items():
+        if logical in axes:
+            give(lead + axes.index(logical), mesh_axis)
+    for mesh_axis in SHARD_AXES:
+        for logical in SHARDED:
+            if logical in axes:
+                give(lead + axes.index(logical), mesh_axis)
+    out = [entry[0] if len(entry) == 1 else entry or None for entry in entries]
+    while out and out[-1] is None:
+        out.pop()
+    return PartitionSpec(*out)
 
 
 def param_shardings(mesh: Mesh, abstract_params: Tree, specs: Tree) -> dict[Any, Any]:
@@ -76,7 +88,7 @@ def param_shardings(mesh: Mesh, abstract_params: Tree, specs: Tree) -> dict[Any,
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over all devices."""
+    """[B, T] of a batch over the devices."""
     return NamedSharding(mesh, BATCH)
 
 
@@ -116,7 +128,7 @@ def render(rows: list[ShardRow]) -> Table:
         table.add_column(title, justify="right" if title in ("count", "MiB a device") else "left")
     for row in rows:
         axes = ", ".join(str(axis) for axis in row.axes)
-        split = ", ".join(str(entry) for entry in row.spec)
+        split = ", ".join("+".join(names(entry)) or "-" for entry in row.spec)
         shape = "x".join(str(size) for size in row.shape)
         table.add_row(row.name, str(row.arrays), shape, axes, split, f"{row.bytes_a_device / 2**20:.1f}", row.note)
     return table
@@ -126,6 +138,7 @@ def _row(mesh: Mesh, name: str, shape: tuple[int, ...], members: list[tuple[Path
     _, array, spec = members[0]
     split = partition(mesh, shape, spec.axes)
     whole = math.prod(shape) * jax.numpy.dtype(array.dtype).itemsize
-    parts = math.prod(mesh.shape[axis] for axis in split if axis is not None)
-    note = "replicated" if mesh.shape["fsdp"] > 1 and parts == 1 and whole >= LARGE else ""
+    parts = math.prod(mesh.shape[axis] for entry in split for axis in names(entry))
+    sharded = any(mesh.shape[axis] > 1 for axis in SHARD_AXES)
+    note = "replicated" if sharded and parts == 1 and whole >= LARGE else ""
     return ShardRow(name, len(members), shape, spec.axes, split, whole // parts * len(members), note)

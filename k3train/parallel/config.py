@@ -1,5 +1,6 @@
 """The mesh section: how many devices along each named axis. Imports no JAX."""
 
+import math
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -8,18 +9,39 @@ from k3train.config.section import Section
 
 AxisSize = Annotated[int, Field(ge=-1)]
 
+AXES = ("replica", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, outermost first: neighbours on ``tensor`` are neighbours in the device order."""
+ROW_AXES = ("replica", "fsdp", "expert")
+"""Axes that share out the rows of a batch."""
+TOKEN_AXES = ("context", "tensor")
+"""Axes that share out the tokens of a row; ``tensor`` outside of the projections only."""
+
 
 class MeshConfig(Section, drift="free"):
     """Devices along each axis; one axis may be -1 and takes what is left."""
 
-    data: AxisSize = -1
-    """Replicas of the parameters; each takes a share of the batch."""
+    replica: AxisSize = -1
+    """Copies of the parameters; each takes a share of the batch. Put it across slow links."""
     fsdp: AxisSize = 1
-    """Shards of the parameters (ZeRO-3); each takes a share of the batch too."""
+    """Shards of parameters, moments and gradients (ZeRO-3); each takes a share of the batch too."""
+    expert: AxisSize = 1
+    """Shards of the experts; each takes a share of the batch too, and tokens travel to their experts."""
+    context: AxisSize = 1
+    """Shards of each row: long sequences."""
+    tensor: AxisSize = 1
+    """Shards of heads and feed-forward widths; between the projections it shares out each row's tokens."""
 
     @model_validator(mode="after")
     def _one_free_axis(self) -> "MeshConfig":
-        sizes = (self.data, self.fsdp)
+        sizes = [getattr(self, axis) for axis in AXES]
         if 0 in sizes or sizes.count(-1) > 1:
             raise ValueError("mesh axes are positive, and at most one is -1 (it takes the devices that are left)")
         return self
+
+    def known(self, axes: tuple[str, ...]) -> dict[str, int]:
+        """Key and size of those of ``axes`` that are larger than 1 before the devices are counted."""
+        return {f"mesh.{axis}": getattr(self, axis) for axis in axes if getattr(self, axis) > 1}
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """Product of their sizes as far as they are known; a free axis counts as 1."""
+        return math.prod(self.known(axes).values())

@@ -3,6 +3,7 @@
 A launcher sets the four variables; nothing is guessed from a scheduler's environment (operations.md 1.1).
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,27 +81,44 @@ def reached_stop(tick: int) -> bool:
     return multihost_utils.reached_preemption_sync_point(tick)
 
 
-def local_rows(sharding: NamedSharding, rows: int) -> range:
-    """Which rows of a global batch of ``rows`` this process has to supply.
+class Feed:
+    """Brings this process's rows of global batches [rows, columns] onto the mesh.
+
+    Every process supplies part ``index`` of ``count`` equal parts of the rows, whole; processes that share out the
+    tokens of a row between them supply the same.
+
+    Args:
+      sharding: of a batch (``axes.batch_sharding``).
+      rows, columns: of a global batch.
 
     Raises:
       UserError: the rows do not divide over the devices.
-      ValueError: the mesh does not keep the process's devices together.
+      ValueError: the mesh does not keep the process's rows together.
     """
-    shards = sharding.num_devices
-    if rows % shards:
-        raise UserError(f"a batch of {rows} rows does not divide over {shards} devices; make it a multiple of {shards}")
-    indices = sharding.addressable_devices_indices_map((rows,)).values()
-    cuts = {index[0].indices(rows)[:2] for index in indices if index is not None}
-    first, last = min(start for start, _ in cuts), max(stop for _, stop in cuts)
-    if sum(stop - start for start, stop in cuts) != last - first:
-        raise ValueError("the mesh gives this process rows that do not lie together; order its devices by process")
-    return range(first, last)
 
+    def __init__(self, sharding: NamedSharding, rows: int, columns: int):
+        self._sharding, self._shape = sharding, (rows, columns)
+        ways = math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0])
+        if rows % ways:
+            raise UserError(f"a batch of {rows} rows does not divide over {ways} devices; make it a multiple of {ways}")
+        indices = sharding.addressable_devices_indices_map(self._shape).values()
+        cuts = {index[0].indices(rows)[:2] for index in indices if index is not None}
+        first, last = min(start for start, _ in cuts), max(stop for _, stop in cuts)
+        size = last - first
+        if sum(stop - start for start, stop in cuts) != size or rows % size or first % size:
+            raise ValueError("the mesh gives this process rows that do not lie together; order its devices by process")
+        self.index, self.count = first // size, rows // size
+        self.rows = range(first, last)
 
-def global_array(sharding: NamedSharding, local: np.ndarray) -> jax.Array:
-    """The global array of which each process supplies its own rows (``local_rows``)."""
-    return jax.make_array_from_process_local_data(sharding, local)
+    def __call__(self, local: np.ndarray) -> jax.Array:
+        """The global array of which ``local`` [rows / count, columns] is this process's part."""
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[0].indices(self._shape[0])
+            return local[start - self.rows.start : stop - self.rows.start, index[1]]
+
+        return jax.make_array_from_callback(self._shape, self._sharding, part)
 
 
 def coordinator_address() -> str:

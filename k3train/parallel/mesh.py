@@ -8,10 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from k3train.config.errors import UserError
-from k3train.parallel.config import MeshConfig
-
-AXES = ("data", "fsdp")
-"""Mesh axes, outermost first: neighbours on ``fsdp`` are neighbours in the device order."""
+from k3train.parallel.config import AXES, MeshConfig
 
 
 def build_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -31,7 +28,7 @@ def build_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def axis_sizes(cfg: MeshConfig, devices: int) -> tuple[int, ...]:
-    """Sizes along :data:`AXES` for so many devices, -1 filled in.
+    """Sizes along ``AXES`` for so many devices, -1 filled in.
 
     Raises:
       UserError: they do not multiply to ``devices``.
@@ -40,7 +37,7 @@ def axis_sizes(cfg: MeshConfig, devices: int) -> tuple[int, ...]:
     given = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis, size in sizes.items() if size == -1]
     if devices % given or (not free and given != devices):
-        asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "a mesh of one device"
         cure = f"choose sizes whose product divides {devices}" if free else "set one of them to -1 to take what is left"
         raise UserError(f"{asked} does not fit {devices} device{'s' * (devices != 1)}: {cure}")
     return tuple(devices // given if size == -1 else size for size in sizes.values())

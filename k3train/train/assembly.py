@@ -18,6 +18,9 @@ from k3train.models.counts import flops_per_token
 from k3train.models.decoder import Decoder
 from k3train.optim.optimizer import Optimizer
 from k3train.parallel import coordination, distributed
+from k3train.parallel.axes import batch_sharding
+from k3train.parallel.config import ROW_AXES
+from k3train.parallel.distributed import Feed
 from k3train.parallel.mesh import build_mesh
 from k3train.train.state import StateFactory
 
@@ -47,6 +50,10 @@ class Assembly:
     total_tokens: int
     flops: float
 
+    def feed(self, rows: int) -> Feed:
+        """What brings batches of so many rows onto the mesh."""
+        return Feed(batch_sharding(self.mesh), rows, self.exp.data.sequence_length)
+
     def going_on(self, step: int, tokens: int) -> "Assembly":
         """For a run that has done ``step`` steps over ``tokens`` nominal tokens: where it ends, and its schedule.
 
@@ -75,10 +82,11 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
     exp = exp.model_copy(update={"kernels": kernels})
     mesh = build_mesh(exp.mesh) if mesh is None else mesh
     rows = exp.train.global_batch // exp.train.accumulation
-    if rows % mesh.size:
+    ways = math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    if rows % ways:
         raise UserError(
             f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
-            f"{rows} rows do not divide over the mesh's {mesh.size} devices; change one of these or mesh"
+            f"{rows} rows do not divide over the mesh's {ways} shares of a batch; change one of these or mesh"
         )
     bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
     decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins)

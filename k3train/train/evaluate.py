@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from k3train.data.batch import Batch
 from k3train.data.holdout import holdout_batches
 from k3train.data.store import Store
-from k3train.kernels.cross_entropy.api import cross_entropy
 from k3train.models.param import compute_copy
-from k3train.parallel import distributed
-from k3train.parallel.axes import batch_sharding
+from k3train.parallel.axes import batch_sharding, replicated
 from k3train.train.assembly import Assembly
+from k3train.train.loss import token_entropy
 
 
 class Score(NamedTuple):
@@ -36,13 +35,15 @@ class Evaluator:
 
     def __init__(self, parts: Assembly, store: Store):
         self._parts, exp = parts, parts.exp
+        rows = exp.train.global_batch // exp.train.accumulation
+        self._feed = parts.feed(rows)
         self.data = holdout_batches(
             store,
             exp.data.sequence_length,
-            exp.train.global_batch // exp.train.accumulation,
+            rows,
             exp.eval.max_rows,
-            process_index=distributed.process_index(),
-            process_count=distributed.process_count(),
+            part=self._feed.index,
+            parts=self._feed.count,
         )
         self._sharding = batch_sharding(parts.mesh)
         self._score: Callable = jax.jit(self._batch_nats)
@@ -53,7 +54,9 @@ class Evaluator:
         shape = (exp.train.global_batch // exp.train.accumulation, exp.data.sequence_length)
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
         mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self._sharding)
-        lowered = jax.jit(self._batch_nats).lower(state["params"], state["buffers"], Batch(ids, ids, ids, mask))
+        lowered = jax.jit(self._batch_nats, out_shardings=replicated(self._parts.mesh)).lower(
+            state["params"], state["buffers"], Batch(ids, ids, ids, mask)
+        )
         self._score = lowered.compile()
 
     def _batch_nats(self, params: dict, buffers: dict, batch: Batch) -> jax.Array:
@@ -61,14 +64,7 @@ class Evaluator:
         decoder, kernels = self._parts.decoder, self._parts.exp.kernels
         params = compute_copy(params, decoder.specs(), self._parts.compute_dtype)
         hidden = decoder(params, buffers, batch.tokens, batch.segment_ids).main
-        return cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            decoder.head(params),
-            batch.targets.reshape(-1),
-            batch.loss_mask.reshape(-1),
-            chunk=kernels.cross_entropy_chunk,
-            implementation=kernels.cross_entropy,
-        ).loss_sum
+        return token_entropy(hidden, decoder.head(params), batch.targets, batch.loss_mask, kernels).loss_sum
 
     def __call__(
         self, params: dict, buffers: dict, tick: Callable[[int, int], None] = lambda done, total: None
@@ -77,7 +73,7 @@ class Evaluator:
         nats, total = [], len(self.data)
         with jax.set_mesh(self._parts.mesh):
             for i, local in enumerate(self.data):
-                batch = Batch(*(distributed.global_array(self._sharding, a) for a in local))
+                batch = Batch(*map(self._feed, local))
                 nats.append(self._score(params, buffers, batch))
                 jax.block_until_ready(nats[-2:-1])  # one batch ahead of the devices, so that ``tick`` keeps their pace
                 tick(i + 1, total)

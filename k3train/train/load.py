@@ -13,6 +13,7 @@ from k3train.config.errors import UserError
 from k3train.config.load import load
 from k3train.data.store import Store
 from k3train.experiment import Experiment
+from k3train.parallel.config import AXES
 from k3train.parallel.mesh import build_mesh
 from k3train.run.directory import CONFIG, read_experiment
 from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
@@ -51,7 +52,7 @@ def load_run(run: str, overrides: Sequence[str], *, ema: bool, say: Callable[[st
     """
     found = locate(run, "RUN")
     own_mesh = any(text.partition("=")[0].split(".")[0] == "mesh" for text in overrides)
-    mesh = [] if own_mesh else ["mesh.data=1", "mesh.fsdp=1"]
+    mesh = [] if own_mesh else [f"mesh.{axis}=1" for axis in AXES]
     opened = open_run(local_copy(found.directory.parent), [*mesh, *overrides], one_device=not own_mesh)
     if ema and opened.parts.exp.optim.ema is None:
         raise UserError(f"--ema: {opened.folder} keeps no averaged weights (its optim.ema is null)")

@@ -20,7 +20,6 @@ from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
 from k3train.metrics.writers.jsonl import JsonlWriter, read_jsonl, set_aside
 from k3train.parallel import coordination, distributed
-from k3train.parallel.axes import batch_sharding
 from k3train.run.branch import parent_of
 from k3train.run.determinism import COST, Strict, read_kept, refuse_changes
 from k3train.run.directory import METRICS, RunDirectory
@@ -175,13 +174,14 @@ class Run:
         self.parts = self.parts.going_on(self.first, self.tokens)
         self.saver.begun(self.first)
         self.saver.facts = {"store": self.store.fingerprint, "mesh": dict(self.parts.mesh.shape)}
+        self.feed = self.parts.feed(self.exp.train.global_batch)
         self.loader = Loader(
             self.store.train,
             self.exp.data,
             self.exp.train.global_batch,
             self.exp.data.shuffle_seed,
-            distributed.process_index(),
-            distributed.process_count(),
+            self.feed.index,
+            self.feed.count,
             start_sample=self.samples,
         )
 
@@ -236,7 +236,7 @@ class Run:
 
     def steps(self, step_fn: Callable) -> Outcome:
         """The steps themselves, and what happens between them."""
-        step, sharding = self.first, batch_sharding(self.parts.mesh)
+        step = self.first
         profiler = Profiler(self.exp.metrics.profile_steps, self.folder.path)
         self.recorder.start(step)
         self.phases.enter("step")
@@ -247,7 +247,7 @@ class Run:
                 self.give_way()
                 local = self.next_batch()
                 profiler.before(step + 1)
-                batch = Batch(*(distributed.global_array(sharding, array) for array in local))
+                batch = Batch(*map(self.feed, local))
                 self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
                 self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
                 step = self.phases.step = step + 1

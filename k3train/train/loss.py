@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from k3train.data.batch import Batch
 from k3train.kernels.config import KernelsConfig
 from k3train.kernels.cross_entropy.api import CrossEntropy, cross_entropy
 from k3train.models.decoder import Decoder
-from k3train.parallel.activations import batch_ways
+from k3train.parallel.activations import ALL_AXES, ROWS, TOKENS, axis_size, names, on_each_device, split
+from k3train.parallel.axes import partition
 
 TOKEN_BLOCK = 8192
 """Tokens a device scores at a time; with the vocabulary chunk it bounds the logits that live at once."""
@@ -68,21 +70,7 @@ def batch_loss(
     mtp = decoder.cfg.mtp
     hidden = decoder(params, buffers, batch.tokens, batch.segment_ids, batch.targets if mtp else None)
     head = decoder.head(params)
-
-    def entropy(states: jax.Array, targets: jax.Array, mask: jax.Array, z: float) -> CrossEntropy:
-        flat = states.reshape(-1, states.shape[-1])
-        return cross_entropy(
-            flat,
-            head,
-            targets.reshape(-1),
-            mask.reshape(-1),
-            z_loss=z,
-            chunk=kernels.cross_entropy_chunk,
-            token_block=TOKEN_BLOCK * batch_ways(),
-            implementation=kernels.cross_entropy,
-        )
-
-    main = entropy(hidden.main, batch.targets, batch.loss_mask, z_loss)
+    main = token_entropy(hidden.main, head, batch.targets, batch.loss_mask, kernels, z_loss)
     count = jnp.maximum(counts.main, 1).astype(main.loss_sum.dtype)
     parts = {
         "loss": main.loss_sum / count,
@@ -92,7 +80,50 @@ def batch_loss(
     total = parts["loss"] + parts["z_loss"]
     if hidden.mtp is not None and mtp is not None:
         targets, mask = mtp_targets(batch)
-        extra = entropy(hidden.mtp, targets, mask, 0.0).loss_sum
+        extra = token_entropy(hidden.mtp, head, targets, mask, kernels).loss_sum
         parts["mtp_loss"] = extra / jnp.maximum(counts.mtp, 1).astype(extra.dtype)
         total = total + mtp.loss_weight * parts["mtp_loss"]
     return total, parts | hidden.stats
+
+
+def token_entropy(
+    states: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    kernels: KernelsConfig,
+    z_loss: float = 0.0,
+) -> CrossEntropy:
+    """Cross entropy summed over all tokens of all devices; each scores its own.
+
+    Args:
+      states: [B, T, D] final hidden states.
+      head: [D, V]; gathered over the mesh a chunk of the vocabulary at a time.
+      targets, mask: [B, T].
+      kernels: implementation and chunk.
+      z_loss: weight of logsumexp^2.
+    """
+    where = split(states.shape, (ROWS, TOKENS))
+    stored = (
+        partition(jax.sharding.get_abstract_mesh(), head.shape, ("embed", None)) if axis_size(*ALL_AXES) > 1 else P()
+    )
+    rows = stored[0] if stored else None
+    axes = names(rows)
+
+    def own(states: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> CrossEntropy:
+        sums = cross_entropy(
+            states.reshape(-1, states.shape[-1]),
+            head,
+            targets.reshape(-1),
+            mask.reshape(-1),
+            z_loss=z_loss,
+            chunk=kernels.cross_entropy_chunk,
+            token_block=TOKEN_BLOCK,
+            implementation=kernels.cross_entropy,
+            axes=axes,
+        )
+        return jax.tree.map(lambda x: x[None], sums)
+
+    each = P(names(where[0]) + names(where[1]))
+    sums = on_each_device(own, (states, head, targets, mask), (P(*where, None), P(rows), where, where), each)
+    return jax.tree.map(jnp.sum, sums)

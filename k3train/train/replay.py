@@ -26,9 +26,8 @@ from k3train.data.batch import Batch
 from k3train.data.loader import Loader
 from k3train.data.trace import RowTrace
 from k3train.metrics.writers.jsonl import read_jsonl
-from k3train.parallel import distributed
-from k3train.parallel.axes import batch_sharding
 from k3train.parallel.coordination import Peers
+from k3train.parallel.distributed import Feed
 from k3train.run.directory import METRICS, read_attempts
 from k3train.run.mirror import local_copy
 from k3train.train.assembly import Assembly
@@ -118,18 +117,19 @@ def replay(
     if step > parts.steps:
         raise UserError(f"{run}: the run has {parts.steps} steps, so there is no step {step}", ExitCode.USAGE)
     store = open_run_data(opened, say)
+    feed = parts.feed(exp.train.global_batch)
     loader = Loader(
         store.train,
         exp.data,
         exp.train.global_batch,
         exp.data.shuffle_seed,
-        distributed.process_index(),
-        distributed.process_count(),
+        feed.index,
+        feed.count,
         start_sample=begun.samples,
     )
     try:
         with jax.set_mesh(parts.mesh):
-            steps, repeats = _run(parts, begun, loader, step, times, read_record(folder), tick)
+            steps, repeats = _run(parts, begun, loader, feed, step, times, read_record(folder), tick)
     finally:
         loader.close()
     return Replay(begun.step, steps, repeats, loader.trace.rows(loader.sample - loader.global_batch, loader.sample))
@@ -139,13 +139,14 @@ def _run(
     parts: Assembly,
     begun: Begun,
     loader: Loader,
+    feed: Feed,
     last: int,
     times: int,
     record: Mapping[int, dict],
     tick: Callable[[int, int], None],
 ) -> tuple[list[Step], list[Repeat]]:
     """The steps after ``begun`` up to ``last``, and the repetitions of that."""
-    step_fn, sharding = compile_step(parts), batch_sharding(parts.mesh)
+    step_fn = compile_step(parts)
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=parts.factory.shardings)
     state, total = begun.state, last - begun.step + times - 1
 
@@ -157,7 +158,7 @@ def _run(
     steps: list[Step] = []
     before: State | None = None
     for number in range(begun.step + 1, last + 1):
-        batch = Batch(*(distributed.global_array(sharding, array) for array in next(loader)))
+        batch = Batch(*map(feed, next(loader)))
         if number == last and times > 1:
             before = copy(state)
         state, values = once(state, number)

@@ -22,7 +22,7 @@ from k3train.optim.ema import update_ema
 from k3train.optim.guard import judge
 from k3train.optim.optimizer import Optimizer
 from k3train.optim.qk_clip import qk_clip
-from k3train.parallel.activations import shard_rows
+from k3train.parallel.activations import ROWS, constrain
 from k3train.parallel.axes import batch_sharding, replicated
 from k3train.train.assembly import Assembly
 from k3train.train.loss import batch_loss, count_tokens
@@ -78,7 +78,7 @@ def gradients(decoder: Decoder, exp: Experiment, params: dict, buffers: dict, ba
     if many == 1:
         grads, parts = one(batch)
         return grads, parts | {"supervised": counts.main}
-    split = jax.tree.map(lambda x: shard_rows(x.reshape(-1, many, *x.shape[1:]).swapaxes(0, 1), axis=1), batch)
+    split = jax.tree.map(lambda x: _microbatches(x, many), batch)
     shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
     start = {name: _start(name, value) for name, value in shapes[1].items()}
@@ -90,6 +90,11 @@ def gradients(decoder: Decoder, exp: Experiment, params: dict, buffers: dict, ba
 
     grads, parts = jax.lax.scan(add, (zeros, start), split)[0]
     return grads, parts | {"supervised": counts.main}
+
+
+def _microbatches(x: jax.Array, many: int) -> jax.Array:
+    """[A * B, T] -> [A, B, T], rows where they are."""
+    return constrain(x.reshape(-1, many, *x.shape[1:]).swapaxes(0, 1), None, ROWS, "context")
 
 
 def _stacks(decoder: Decoder) -> list[tuple[str, Stack, str]]:

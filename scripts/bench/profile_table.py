@@ -61,7 +61,7 @@ def main() -> None:
             raise SystemExit(f"{path} holds no profile; train with 'metrics.profile_steps=[a, b]'")
         path = found[-1]
     times = collections.defaultdict(lambda: [0.0, 0.0])
-    each, total = collections.Counter(), 0.0
+    each, total = collections.defaultdict(float), 0.0
     for operation, kernel, duration in kernels(path):
         recomputed = "rematted_computation" in operation
         times[part(operation)]["transpose(" in operation and not recomputed] += duration
@@ -75,7 +75,7 @@ def main() -> None:
         table.add_row(name, f"{forward / 1e3:.1f}", f"{backward / 1e3:.1f}", share)
     console = Console()
     console.print(table)
-    for kernel, duration in each.most_common(args.top):
+    for kernel, duration in sorted(each.items(), key=lambda item: -item[1])[: args.top]:
         console.print(f"{duration / 1e3:9.2f} ms  {duration / total:5.1%}  {kernel}", markup=False)
 
 

@@ -25,8 +25,6 @@ from k3train.config.load import load
 from k3train.data.batch import Batch
 from k3train.experiment import Experiment
 from k3train.metrics.throughput import device_memory_peak_gib, peak_flops, speed
-from k3train.parallel import distributed
-from k3train.parallel.axes import batch_sharding
 from k3train.train.assembly import Assembly, assemble
 from k3train.train.step import compile_step
 
@@ -43,8 +41,7 @@ def random_batch(parts: Assembly, rng: np.random.Generator) -> Batch:
     mask = (documents == following) & (documents > 0)
     mask[:, -1] = False
     host = Batch(tokens, np.where(mask, targets, 0), documents, mask)
-    sharding = batch_sharding(parts.mesh)
-    return Batch(*(distributed.global_array(sharding, array) for array in host))
+    return Batch(*map(parts.feed(rows), host))
 
 
 def measure(parts: Assembly, steps: int, profile: Path | None) -> dict:

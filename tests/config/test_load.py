@@ -120,7 +120,7 @@ def test_missing_keys_name_their_section(experiment):
     (["data.sequence_length=16"], ["data.sequence_length", "kernels.kda_chunk"]),
     (["model.vocab_size=256"], ["model.vocab_size", "data.tokenizer.kind"]),
     (["mesh.fsdp=16"], ["train.global_batch", "mesh.fsdp"]),
-    (["train.accumulation=4", "mesh.data=4"], ["train.global_batch", "train.accumulation", "mesh.data"]),
+    (["train.accumulation=4", "mesh.replica=4"], ["train.global_batch", "train.accumulation", "mesh.replica"]),
     (["mesh.fsdp=3", "train.global_batch=9"], ["mesh.fsdp", "model.hidden_size"]),
     (["train.steps=", "train.tokens=1000"], ["train.tokens", "train.global_batch"]),
     (["eval.every=5", "data.holdout=0"], ["eval.every", "data.holdout"]),
@@ -153,7 +153,7 @@ def test_several_broken_rules_are_told_at_once(experiment):
     ["run.resume=runs/y@100"],
     ["run.init_from=runs/y"],
     ["train.steps=", "train.tokens=1Mi"],
-    ["mesh.fsdp=4", "mesh.data=2"],
+    ["mesh.fsdp=4", "mesh.replica=2"],
 ])  # fmt: skip
 def test_what_can_run_is_let_through(experiment, overrides):
     load(experiment, overrides, Experiment)

@@ -85,7 +85,7 @@ def test_batches_are_the_rows_of_their_samples(store, config):
 @pytest.mark.parametrize("processes", [2, 4, 8])
 def test_processes_together_read_the_same_batches(store, config, processes):
     whole = take(40, store, config)
-    parts = [take(40, store, config, process_index=p, process_count=processes) for p in range(processes)]
+    parts = [take(40, store, config, part=p, parts=processes) for p in range(processes)]
     for step, batch in enumerate(whole):
         together = joined([part[step] for part in parts])
         assert_equal(batch, together)
@@ -127,7 +127,7 @@ def test_every_row_once_an_epoch(store, config):
 def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):
     config = make_config(max_epochs=2)
     whole = (count_rows(store.train, 32) * 2) // B
-    for options in ({}, {"process_index": 1, "process_count": 2}, {"start_sample": B}):
+    for options in ({}, {"part": 1, "parts": 2}, {"start_sample": B}):
         loader = Loader(store.train, config, B, 0, **options)
         for _ in range(whole - options.get("start_sample", 0) // B):
             next(loader)
@@ -144,7 +144,7 @@ def test_start_past_the_end(store, make_config):
 
 
 def test_processes_must_divide_the_batch(store, config):
-    with pytest.raises(UserError, match="global_batch 8 does not divide over 3 processes"):
+    with pytest.raises(UserError, match="global_batch 8 does not divide into 3 parts"):
         Loader(store.train, config, B, 0, 0, 3)
 
 
@@ -198,11 +198,11 @@ def test_holdout_of_some_rows_counts_exactly(store):
 
 def test_holdout_over_processes(store):
     whole = list(holdout_batches(store, 32, 4))
-    parts = [list(holdout_batches(store, 32, 4, process_index=p, process_count=2)) for p in range(2)]
+    parts = [list(holdout_batches(store, 32, 4, part=p, parts=2)) for p in range(2)]
     for batch, *halves in zip(whole, *parts, strict=True):
         assert_equal(batch, joined(halves))
-    with pytest.raises(UserError, match="4 do not divide over 3 processes"):
-        holdout_batches(store, 32, 4, process_count=3)
+    with pytest.raises(UserError, match="4 do not divide into 3 parts"):
+        holdout_batches(store, 32, 4, parts=3)
 
 
 def test_nothing_held_out(text_files, make_config):

@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
         train={"steps": 6},
         eval={"every": 3},
         checkpoint={"every": 4},
-        mesh={"data": 2},
+        mesh={"replica": 2},
         run={"dir": str(made / "run"), "peer_timeout_s": 10.0},
     )
     (made / "run.yaml").write_text(yaml.safe_dump(exp.model_dump(mode="json")))
@@ -176,3 +176,14 @@ Loader.__next__ = breaking
     failure = json.loads((folder / "broken" / "first_failure.json").read_text())
     assert failure["process"] == 1 and failure["code"] == ExitCode.CONFIG
     assert last_exit(folder / "broken")["code"] == ExitCode.CONFIG
+
+
+@pytest.mark.slow
+def test_processes_of_different_experiments_do_not_begin(folder: Path):
+    """Each would begin with weights of its own seed, and nobody would notice."""
+    other = ["", "sys.argv.append('run.seed=1')"]
+    with launched(folder, "apart", 2, before=other) as run:
+        assert run.codes() == [ExitCode.CONFIG] * 2, run.logs()
+        for i in range(2):
+            assert "process 1 differs from process 0" in run.log(i) and "run.seed: 0 there, 1 here" in run.log(i)
+    assert not (folder / "apart" / "checkpoints").exists()

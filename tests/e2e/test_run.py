@@ -121,7 +121,7 @@ def test_four_devices_resume_what_one_began(whole: Path, tmp_path: Path):
         "train",
         config(tmp_path, data=whole),
         "run.resume=" + f"{whole / 'run'}@2",
-        "mesh.data=2",
+        "mesh.replica=2",
         "mesh.fsdp=2",
         devices=4,
     )

@@ -189,8 +189,8 @@ def test_four_devices_equal_one():
 
     run = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     want = jax.jit(run)(params, x, ids)
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("replica", "fsdp")))
     with jax.set_mesh(mesh):
         got = jax.jit(run, in_shardings=(None, rows, rows))(params, x, ids)
         names = list(primitives(jax.make_jaxpr(run)(params, x, ids).jaxpr))

@@ -90,7 +90,7 @@ class Battery:
         assert sum(x.size for x in jax.tree.leaves(state)) >= per_array
 
     def test_equal_on_four_devices(self):
-        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         opt, params, grads = Optimizer(self.cfg, SPECS), draw(1), draw(2)
         state = opt.init(params)
         want = self.step()(grads, state, params, jnp.float32(1), 10.0)

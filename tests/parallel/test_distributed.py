@@ -27,11 +27,12 @@ from k3train.parallel.mesh import build_mesh
 
 distributed.initialize()
 me = distributed.process_index()
-mesh = build_mesh(MeshConfig(data=2, fsdp=2))
+mesh = build_mesh(MeshConfig(replica=2, fsdp=2))
 sharding = batch_sharding(mesh)
-rows = distributed.local_rows(sharding, 8)
+feed = distributed.Feed(sharding, 8, 3)
+rows = feed.rows
 local = np.arange(8, dtype=np.int32)[rows.start : rows.stop, None] * np.ones((1, 3), np.int32)
-batch = distributed.global_array(sharding, local)
+batch = feed(local)
 total = jax.jit(lambda x: x.sum())(batch)
 told = coordination.broadcast({"run": "abc", "step": [1, 2]} if me == 0 else None)
 coordination.barrier("done")
@@ -106,9 +107,10 @@ def test_one_process_alone():
     assert distributed.process_count() == 1 and distributed.process_index() == 0
     coordination.barrier("alone")
     assert coordination.broadcast({"a": 1}) == {"a": 1}
-    sharding = batch_sharding(build_mesh(MeshConfig(data=2, fsdp=2)))
-    assert distributed.local_rows(sharding, 8) == range(8)
+    sharding = batch_sharding(build_mesh(MeshConfig(replica=2, fsdp=2)))
+    feed = distributed.Feed(sharding, 8, 3)
+    assert (feed.index, feed.count, feed.rows) == (0, 1, range(8))
     local = np.arange(24).reshape(8, 3).astype(np.int32)
-    np.testing.assert_array_equal(distributed.global_array(sharding, local), local)
+    np.testing.assert_array_equal(feed(local), local)
     with pytest.raises(UserError, match="multiple of 4"):
-        distributed.local_rows(sharding, 6)
+        distributed.Feed(sharding, 6, 3)

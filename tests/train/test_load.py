@@ -33,7 +33,7 @@ def project(tmp_path_factory):
     here = Path.cwd()
     os.chdir(folder)
     try:
-        exp = tiny.experiment(Path(), model={**tiny.MODEL, **ONE_LAYER}, mesh={"data": 1}).absolute()
+        exp = tiny.experiment(Path(), model={**tiny.MODEL, **ONE_LAYER}, mesh={"replica": 1}).absolute()
         store = prepare(exp.data, say=quiet)
         parts = assemble(exp, build_mesh(exp.mesh, jax.devices()[:1]))
         with RunDirectory(exp.run.dir, exp.model_dump(mode="json")) as run:
@@ -120,6 +120,6 @@ def test_weights_that_were_not_averaged(project):
 )
 def test_where_a_run_ends_whose_batch_has_changed(train, done, steps, tokens):
     """Steps of 4 rows of 32 tokens; the schedule ends with the tokens that will have been seen."""
-    exp = tiny.experiment(Path(), model={**tiny.MODEL, **ONE_LAYER}, mesh={"data": 1}, train=train)
+    exp = tiny.experiment(Path(), model={**tiny.MODEL, **ONE_LAYER}, mesh={"replica": 1}, train=train)
     parts = assemble(exp, build_mesh(exp.mesh, jax.devices()[:1])).going_on(*done)
     assert (parts.steps, parts.total_tokens) == (steps, tokens)

@@ -152,11 +152,11 @@ def test_free_keys_are_taken_back_to_the_attempt_that_did_the_step(tmp_path: Pat
     attempts = [
         {"event": "start", "resumed_step": None, "changes": {}},
         {"event": "end"},
-        {"event": "start", "resumed_step": 10, "changes": {"mesh.data": [4, 2, "free"], "eval.every": [0, 5, "free"],
+        {"event": "start", "resumed_step": 10, "changes": {"mesh.replica": [4, 2, "free"], "eval.every": [0, 5, "free"],
                                                            "versions": ["a", "b", "derived"]}},
-        {"event": "start", "resumed_step": 20, "changes": {"mesh.data": [2, 1, "free"]}},
+        {"event": "start", "resumed_step": 20, "changes": {"mesh.replica": [2, 1, "free"]}},
     ]  # fmt: skip
     (tmp_path / "attempts.jsonl").write_text("\n".join(map(json.dumps, attempts)))
     assert [free_values_at(tmp_path, step) for step in (10, 11, 20, 21)] == [
-        ["mesh.data=4"], ["mesh.data=2"], ["mesh.data=2"], []
+        ["mesh.replica=4"], ["mesh.replica=2"], ["mesh.replica=2"], []
     ]  # fmt: skip

@@ -29,7 +29,7 @@ def _batch(rows: int = 8, length: int = 32, seed: int = 0) -> Batch:
 
 
 @cache
-def _parts(mesh=(("data", 1),), deep: bool = False, **train) -> Assembly:
+def _parts(mesh=(("replica", 1),), deep: bool = False, **train) -> Assembly:
     """A run's parts; ``deep`` has layers enough for a scanned stack, else there is one of each kind."""
     sections = {"train": {"global_batch": 8, **{k: v for k, v in train.items() if k in ("accumulation", "remat")}}}
     sections["model"] = (tiny.MODEL if deep else tiny.SHALLOW) | ({"mtp": {}} if train.get("mtp") else {})
@@ -59,7 +59,9 @@ def _close(got, want, tolerance):
         assert np.abs(a - b).max(initial=0) <= tolerance * np.abs(b).max(initial=0) + 1e-12, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("mesh", [(("data", 4),), (("data", 1), ("fsdp", 4)), (("data", 2), ("fsdp", 2))], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(("replica", 4),), (("replica", 1), ("fsdp", 4)), (("replica", 2), ("fsdp", 2))], ids=str
+)
 def test_four_devices_equal_one(mesh):
     """The state after one step: per array max|difference| <= 1e-4 max|value|, float32."""
     batch = _batch()
@@ -84,7 +86,7 @@ def test_four_devices_give_the_gradients_of_one():
                 state, batch
             )
 
-    _close(grads(_parts((("data", 2), ("fsdp", 2)), deep=True)), grads(_parts(deep=True)), 1e-4)
+    _close(grads(_parts((("replica", 2), ("fsdp", 2)), deep=True)), grads(_parts(deep=True)), 1e-4)
 
 
 def test_accumulation_equals_the_whole_batch():

@@ -3,13 +3,15 @@
 B rows, T tokens, D hidden, H heads, K width of a head's keys and values, W conv taps.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from k3train.kernels.causal_conv.api import causal_conv, next_taps
 from k3train.kernels.config import KernelsConfig
@@ -18,6 +20,8 @@ from k3train.kernels.kda.gate import kda_gate, l2_normalize
 from k3train.kernels.numerics import wide, wide_dtype
 from k3train.models.param import matrix, ones, param, zeros
 from k3train.models.parts.kda.config import KDAConfig
+from k3train.parallel.activations import ROWS, heads, on_each_device, split
+from k3train.parallel.neighbours import from_left
 
 
 class KDACache(NamedTuple):
@@ -30,6 +34,17 @@ class KDACache(NamedTuple):
 
     state: jax.Array
     taps: jax.Array
+
+
+class Weights(NamedTuple):
+    """What some heads bring to the mixing between the projections."""
+
+    convs: tuple
+    """Taps of the q, k and v convolutions, each [W, HK]."""
+    a_log: Any
+    """[H]."""
+    dt_bias: Any
+    """[HK]."""
 
 
 class KDA(nnx.Module):
@@ -71,8 +86,10 @@ class KDA(nnx.Module):
           y [B, T, D] in x's dtype, and float32 scalars over the valid tokens: ``decay_mean``, ``decay_min`` (of the
           factors exp g), ``beta_mean``, and ``state_rms`` (root mean square of the rows' last states).
         """
-        y, state, g, beta, _ = self._mix(x, segment_ids, None, self.kernels.kda)
-        return y, _stats(g, beta, state, segment_ids)
+        q, k, v = (heads(_linear(x, w)) for w in (self.q_proj, self.k_proj, self.v_proj))
+        raw, strength = self._decay(x)
+        y, state, g, beta = self._on_the_mesh((q, k, v), raw, strength, segment_ids)
+        return self._output(y, x), _stats(g, beta, state, segment_ids)
 
     def init_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> KDACache:
         """Cache of ``batch`` rows before their first token, for computing in ``dtype``; any ``capacity`` fits."""
@@ -92,23 +109,54 @@ class KDA(nnx.Module):
           y [B, T, D], arbitrary at invalid tokens, and the cache after the valid ones.
         """
         implementation = "recurrent" if x.shape[1] == 1 else self.kernels.kda
-        y, state, _, _, inputs = self._mix(x, valid.astype(jnp.int32), cache, implementation)
+        inputs = [_linear(x, w) for w in (self.q_proj, self.k_proj, self.v_proj)]
+        taps = jnp.split(cache.taps, 3, axis=-1)
+        o, state, _, _ = self._mix(
+            inputs, *self._decay(x), self._weights(), valid.astype(jnp.int32), taps, cache.state, implementation
+        )
         lengths = jnp.sum(valid, axis=1, dtype=jnp.int32)
-        return y, KDACache(state, next_taps(inputs, cache.taps, lengths))
+        return self._output(o, x), KDACache(state, next_taps(jnp.concatenate(inputs, axis=-1), cache.taps, lengths))
 
-    def _mix(self, x: jax.Array, segment_ids: jax.Array | None, cache: KDACache | None, implementation: Implementation):
-        """y, last state, g [B, T, H, K], beta [B, T, H] and the convolutions' inputs [B, T, 3HK]."""
+    def _decay(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Wide inputs of the log-decay [B, T, HK] and of beta [B, T, H]."""
+        return _linear(_linear(x, self.f_a_proj), self.f_b_proj, to_wide=True), _linear(x, self.b_proj, to_wide=True)
+
+    def _weights(self) -> Weights:
+        return Weights((self.q_conv[...], self.k_conv[...], self.v_conv[...]), self.a_log[...], self.dt_bias[...])
+
+    def _mix(
+        self,
+        inputs: Sequence[jax.Array],
+        raw: jax.Array,
+        strength: jax.Array,
+        weights: Weights,
+        segment_ids: jax.Array | None,
+        taps: Sequence[jax.Array | None],
+        state: jax.Array | None,
+        implementation: Implementation,
+        axis: str | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Convolutions, decay and delta rule of some heads: o [B, T, H, K] wide, last state, g [B, T, H, K], beta.
+
+        Args:
+          inputs: of the q, k and v convolutions, each [B, T, HK].
+          raw, strength: of :meth:`_decay`.
+          weights: of these heads.
+          segment_ids: [B, T].
+          taps: of the convolutions, each [B, W-1, HK] or None.
+          state: before the first token.
+          implementation: of the delta rule.
+          axis: mesh axis that shares out the tokens.
+        """
         cfg = self.cfg
-        heads = lambda a: a.reshape(*a.shape[:2], cfg.num_heads, -1)  # noqa: E731
-        inputs = jnp.concatenate([_linear(x, w) for w in (self.q_proj, self.k_proj, self.v_proj)], axis=-1)
-        conv = jnp.concatenate([self.q_conv[...], self.k_conv[...], self.v_conv[...]], axis=-1)  # [W, 3HK]
-        mixed = causal_conv(inputs, conv, segment_ids=segment_ids, taps=None if cache is None else cache.taps)
-        q, k, v = (heads(a) for a in jnp.split(mixed, 3, axis=-1))  # [B, T, H, K]
-
-        raw = heads(_linear(_linear(x, self.f_a_proj), self.f_b_proj, to_wide=True))
+        per_head = lambda a: a.reshape(*a.shape[:2], -1, cfg.head_dim)  # noqa: E731
+        q, k, v = (
+            per_head(causal_conv(x, w, segment_ids=segment_ids, taps=before))
+            for x, w, before in zip(inputs, weights.convs, taps, strict=True)
+        )
         bound = cfg.gate_lower_bound if cfg.gate == "bounded" else None
-        g = kda_gate(raw, self.a_log[...], self.dt_bias[...], bound)
-        beta = jax.nn.sigmoid(_linear(x, self.b_proj, to_wide=True))  # [B, T, H]
+        g = kda_gate(per_head(raw), weights.a_log, weights.dt_bias, bound)
+        beta = jax.nn.sigmoid(strength)  # [B, T, H]
         o, state = kda(
             l2_normalize(q),
             l2_normalize(k),
@@ -116,19 +164,57 @@ class KDA(nnx.Module):
             g,
             beta,
             segment_ids=segment_ids,
-            initial_state=None if cache is None else cache.state,
+            initial_state=state,
             chunk=self.kernels.kda_chunk,
             implementation=implementation,
+            axis=axis,
         )
-        gate = heads(self._output_gate(x))
+        return o, state, g, beta
+
+    def _on_the_mesh(
+        self, inputs: Sequence[jax.Array], raw: jax.Array, strength: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """:meth:`_mix` with rows, heads and tokens of a row shared out over the mesh."""
+        rows, tokens, width = split(strength.shape, (ROWS, "context", "tensor"))
+        axis = None if tokens is None else "context"
+        if segment_ids is None:
+            segment_ids = jnp.ones(strength.shape[:2], jnp.int32)
+
+        def own(inputs, raw, strength, weights, segment_ids):
+            taps = [None] * 3 if axis is None else _halo(inputs, segment_ids, self.cfg.conv_size - 1, axis)
+            out = self._mix(inputs, raw, strength, weights, segment_ids, taps, None, self.kernels.kda, axis)
+            o, state, g, beta = out
+            return o, state[None], g, beta
+
+        here, by_head = P(rows, tokens, width), P(rows, tokens, width, None)
+        weights = Weights((P(None, width),) * 3, P(width), P(width))
+        o, state, g, beta = on_each_device(
+            own,
+            (tuple(inputs), raw, strength, self._weights(), segment_ids),
+            (here, here, here, weights, P(rows, tokens)),
+            (by_head, P(tokens, rows, width), by_head, here),
+        )
+        return o, state[-1], g, beta
+
+    def _output(self, o: jax.Array, x: jax.Array) -> jax.Array:
+        """Gated norm of the heads' outputs o [B, T, H, K], and the way back to [B, T, D]."""
+        gate = self._output_gate(x)
+        gate = gate.reshape(*gate.shape[:2], self.cfg.num_heads, -1)
         o = _gated_norm(o, self.o_norm[...], gate, self.norm_eps).astype(x.dtype)
-        return _linear(o.reshape(*o.shape[:2], -1), self.o_proj), state, g, beta, inputs
+        return _linear(o.reshape(*o.shape[:2], -1), self.o_proj)
 
     def _output_gate(self, x: jax.Array) -> jax.Array:
         """Gate before its sigmoid, [B, T, HK]."""
         if self.cfg.output_gate == "full":
             return _linear(x, self.g_proj)
         return _linear(_linear(x, self.g_a_proj), self.g_b_proj)
+
+
+def _halo(inputs: Sequence[jax.Array], segment_ids: jax.Array, size: int, axis: str) -> list[jax.Array]:
+    """The ``size`` inputs before this device's tokens, where they belong to the document of its first one."""
+    ids = from_left(segment_ids[:, -size:], axis)
+    same = (ids == segment_ids[:, :1])[..., None]
+    return [jnp.where(same, from_left(x[:, -size:], axis), 0) for x in inputs]
 
 
 def init_conv(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -9,11 +9,13 @@ Letters in shape comments: B rows, T tokens, S cache capacity, D hidden, H heads
 R shared key width, V value width, L latent rank.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from k3train.kernels.attention.api import attention
@@ -22,6 +24,8 @@ from k3train.kernels.numerics import wide, wide_dtype
 from k3train.models.param import matrix
 from k3train.models.parts.mla.config import MLAConfig
 from k3train.models.parts.norm.layer import RMSNorm
+from k3train.parallel.activations import ROWS, names, on_each_device, split
+from k3train.parallel.neighbours import gather_tokens, stretches, swap_halves
 
 
 class MLACache(NamedTuple):
@@ -66,22 +70,63 @@ class MLA(nnx.Module):
         Returns:
           (y [B, T, D] in the dtype of ``x``, {"max_logit": [H] float32 greatest scaled score, for QK-Clip}).
         """
-        cfg = self.cfg
+        rows, tokens, width = split((*x.shape[:2], self.cfg.num_heads), (ROWS, "context", "tensor"))
+        here, by_head = P(rows, tokens, None), P(rows, tokens, width, None)
+        if segment_ids is None:
+            segment_ids = jnp.ones(x.shape[:2], jnp.int32)
+        swap = partial(swap_halves, axis="context")
+        if tokens is not None:  # until the output, work is on rows of equal causal work
+            x = on_each_device(swap, (x,), (here,), here)
         latent, shared = self._latents(x)
-        kv = latent @ self.kv_b_proj[...].astype(x.dtype)  # [B, T, H (N + V)]
-        kv = kv.reshape(*x.shape[:2], cfg.num_heads, -1)
+
+        def own(q, latent, shared, up, segment_ids):
+            o, max_logit = self._attend(q, latent, shared, up, segment_ids, None if tokens is None else "context")
+            return o, max_logit[None]
+
+        o, max_logit = on_each_device(
+            own,
+            (self._queries(x), latent, shared, self.kv_b_proj[...], segment_ids),
+            (by_head, here, here, P(None, width), P(rows, tokens)),
+            (by_head, P(names(rows) + names(tokens), width)),
+        )
+        y = self._output(o, x)
+        if tokens is not None:
+            y = on_each_device(swap, (y,), (here,), here)
+        return y, {"max_logit": jax.lax.stop_gradient(jnp.max(max_logit, axis=0)).astype(jnp.float32)}
+
+    def _attend(
+        self,
+        q: jax.Array,
+        latent: jax.Array,
+        shared: jax.Array,
+        up: jax.Array,
+        segment_ids: jax.Array,
+        axis: str | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention of some heads: o [B, T, H, V] wide and max_logit [H].
+
+        With ``axis``, tokens are a device's with swapped halves (``parallel/neighbours.py``), but for ``segment_ids``;
+        the latents of the whole row are gathered and expanded here.
+        """
+        cfg, places = self.cfg, None
+        if axis is not None:
+            places = stretches(q.shape[1], axis)
+            latent, shared = gather_tokens(latent, axis), gather_tokens(shared, axis)
+            segment_ids = jax.lax.all_gather(segment_ids, axis, axis=1, tiled=True)
+        kv = latent @ up.astype(latent.dtype)  # [B, S, H (N + V)]
+        kv = kv.reshape(*latent.shape[:2], q.shape[2], -1)
         k, v = jnp.split(kv, [cfg.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], cfg.qk_shared_head_dim))
-        o, max_logit = attention(
-            self._queries(x),
+        return attention(
+            q,
             jnp.concatenate([k, shared], axis=-1),
             v,
             scale=cfg.qk_head_dim**-0.5,
             segment_ids=segment_ids,
             implementation=self.kernels.attention,
             block=self.kernels.attention_block,
+            places=places,
         )
-        return self._output(o, x), {"max_logit": max_logit.astype(jnp.float32)}
 
     def init_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> MLACache:
         """An empty cache for ``batch`` rows of at most ``capacity`` tokens, in the compute dtype."""

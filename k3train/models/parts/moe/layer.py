@@ -4,9 +4,12 @@
 output itself. The router reads the full hidden state.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from k3train.kernels.config import KernelsConfig
 from k3train.kernels.quantile_histogram.api import histogram
@@ -14,9 +17,10 @@ from k3train.models.param import Buffer, matrix
 from k3train.models.parts.ffn.config import ActivationConfig
 from k3train.models.parts.ffn.layer import FFN
 from k3train.models.parts.moe.config import MoEConfig
-from k3train.models.parts.moe.experts import routed_experts
+from k3train.models.parts.moe.experts import Matrices, routed_experts
 from k3train.models.parts.norm.layer import RMSNorm
 from k3train.models.parts.router.layer import Routing, route
+from k3train.parallel.activations import ROWS, TOKENS, hidden, names, on_each_device, sequence, split
 
 
 class MoE(nnx.Module):
@@ -63,31 +67,59 @@ class MoE(nnx.Module):
           ``balance_bins``, ``histogram`` [E, bins] int32).
         """
         cfg = self.cfg
-        flat = x.reshape(-1, x.shape[-1])  # [N, D]
-        valid = jnp.ones(flat.shape[0], bool) if segment_ids is None else segment_ids.reshape(-1) != 0
-        routing = route(flat, self.router[...], self.router_bias[...], cfg.router, cfg.top_k)
-        latent = cfg.latent_size is not None
-        z = flat @ self.latent_down[...].astype(x.dtype) if latent else flat
-        matrices = self.w1[...], self.w3[...], self.w2[...]
-        y = routed_experts(z, routing.ids, routing.weights, matrices, self.activation, self.kernels)
-        if latent:
+        z = x @ self.latent_down[...].astype(x.dtype) if cfg.latent_size is not None else x
+        if segment_ids is None:
+            segment_ids = jnp.ones(x.shape[:2], jnp.int32)
+        where = split(x.shape, (ROWS, TOKENS))
+        here, whole = P(*where, None), P()
+        y, stats = on_each_device(
+            partial(self._routed, axes=names(where[0]) + names(where[1])),
+            (x, z, segment_ids, self.router[...], self.router_bias[...], (self.w1[...], self.w3[...], self.w2[...])),
+            (here, here, where, whole, whole, whole),
+            (here, whole),
+        )
+        if cfg.latent_size is not None:
             # The norm reads the wide sum; rounding comes after it.
             y = (self.latent_norm(y) if cfg.latent_norm else y).astype(x.dtype) @ self.latent_up[...].astype(x.dtype)
         y = y.astype(x.dtype)
         if cfg.num_shared:
-            y = y + self.shared(flat)
-        return y.reshape(x.shape), self._stats(routing, valid)
+            y = y + hidden(self.shared(sequence(x)))
+        return y, stats
 
-    def _stats(self, routing: Routing, valid: jax.Array) -> dict[str, jax.Array]:
+    def _routed(
+        self,
+        x: jax.Array,
+        z: jax.Array,
+        segment_ids: jax.Array,
+        router: jax.Array,
+        bias: jax.Array,
+        matrices: Matrices,
+        axes: tuple[str, ...],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The routed experts' sum [B, T, L] wide of a device's tokens, and statistics over ``axes``, which split the
+        tokens."""
+        cfg = self.cfg
+        flat, valid = x.reshape(-1, x.shape[-1]), segment_ids.reshape(-1) != 0
+        routing = route(flat, router, bias, cfg.router, cfg.top_k)
+        rows = z.reshape(-1, z.shape[-1])
+        y = routed_experts(rows, routing.ids, routing.weights, matrices, self.activation, self.kernels)
+        return y.reshape(*z.shape[:2], -1), self._stats(routing, valid, bias, axes)
+
+    def _stats(
+        self, routing: Routing, valid: jax.Array, bias: jax.Array, axes: tuple[str, ...]
+    ) -> dict[str, jax.Array]:
         ids, _, scores, cutoff = jax.lax.stop_gradient(routing)
         counts = jnp.broadcast_to(valid[:, None], ids.shape).astype(jnp.int32)
         share = scores / jnp.sum(scores, axis=1, keepdims=True)
         entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=1)  # [N]
-        tokens = jnp.maximum(jnp.sum(valid, dtype=entropy.dtype), 1)
-        stats = {
+        sums = {
             "load": jnp.zeros(self.cfg.num_experts, jnp.int32).at[ids].add(counts),
-            "router_entropy": jnp.sum(jnp.where(valid, entropy, 0.0)) / tokens,
+            "entropy": jnp.sum(jnp.where(valid, entropy, 0.0)),
+            "tokens": jnp.sum(valid, dtype=entropy.dtype),
         }
         if self.balance_bins:
-            stats["histogram"] = histogram(scores, cutoff, self.router_bias[...], valid, self.balance_bins)
-        return stats
+            sums["histogram"] = histogram(scores, cutoff, bias, valid, self.balance_bins)
+        if axes:
+            sums = jax.lax.psum(sums, axes)
+        entropy, tokens = sums.pop("entropy"), sums.pop("tokens")
+        return {**sums, "router_entropy": entropy / jnp.maximum(tokens, 1)}

@@ -1,0 +1,109 @@
+"""One step on many meshes against one device; run by test_parity.py in a process with eight forced CPU devices.
+
+Usage: parity.py MESH [MESH ...], a mesh as axis=size,axis=size. Prints one JSON line a mesh, the one device's first.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import tiny
+
+from k3train.data.batch import Batch
+from k3train.models.parts.moe import layer as moe_layer
+from k3train.models.parts.router.layer import Routing
+from k3train.parallel.axes import batch_sharding
+from k3train.parallel.mesh import build_mesh
+from k3train.train.assembly import assemble
+from k3train.train.step import gradients
+
+ROWS, TOKENS = 8, 48
+# Heads, widths and experts that every axis of up to four devices divides; three layers of experts.
+MODEL = {
+    **tiny.MODEL,
+    "kda": {"num_heads": 4, "head_dim": 8},
+    "mla": {**tiny.MODEL["mla"], "num_heads": 4},
+    "layers": {"count": 4, "kda": [1, 2, 3], "mla": [4], "first_dense": 1},
+}
+
+
+def packed_batch(seed: int = 0) -> Batch:
+    """Documents of 1 to 30 tokens that begin anywhere, padding at the end of every second row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, (ROWS, TOKENS)).astype(np.int32)
+    ids = np.stack([np.repeat(np.arange(1, TOKENS + 1), rng.integers(1, 30, TOKENS))[:TOKENS] for _ in range(ROWS)])
+    ids = ids.astype(np.int32)
+    ids[::2, 43:] = 0
+    mask = (np.roll(ids, -1, 1) == ids) & (ids > 0)
+    mask[:, -1] = False
+    return Batch(tokens, np.where(mask, np.roll(tokens, -1, 1), 0).astype(np.int32), ids, mask)
+
+
+def step(mesh: dict[str, int], **sections) -> tuple[dict, dict]:
+    """(gradients, loss parts) of the fresh state's first batch, on the host."""
+    exp = tiny.experiment(
+        Path("unused"),
+        model=MODEL,
+        mesh={"replica": 1, **mesh},
+        train={"global_batch": ROWS, **sections.pop("train", {})},
+        data={"store": "unused", "sequence_length": TOKENS},
+        kernels={"kda_chunk": 8, "attention_block": 16, "grouped_matmul_block": 16},
+        **sections,
+    )
+    parts = assemble(exp, build_mesh(exp.mesh, jax.devices()[: int(np.prod(list(mesh.values()) or [1]))]))
+    sharding = batch_sharding(parts.mesh)
+    with jax.set_mesh(parts.mesh):
+        state = parts.factory.fresh(0)
+        batch = jax.tree.map(lambda a: jax.device_put(a, sharding), packed_batch())
+        run = jax.jit(lambda s, b: gradients(parts.decoder, parts.exp, s["params"], s["buffers"], b))
+        return jax.device_get(run(state, batch))
+
+
+def compare(got: tuple[dict, dict], want: tuple[dict, dict]) -> dict:
+    """How far two steps are apart."""
+    worst, where = 0.0, ""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got[0]), jax.tree.leaves(want[0]), strict=True):
+        apart = float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+        if apart > worst:
+            worst, where = apart, jax.tree_util.keystr(path)
+    loss = float(abs(got[1]["loss"] - want[1]["loss"]) / abs(want[1]["loss"]))
+    same = all(np.array_equal(got[1][name], want[1][name]) for name in ("load", "histogram"))
+    near = all(np.allclose(got[1][name], want[1][name], rtol=1e-4) for name in want[1] if name != "histogram")
+    return {"loss": loss, "gradient": worst, "at": where, "same_routing": same, "near_statistics": near}
+
+
+def margin() -> float:
+    """Least distance, over all tokens and layers on one device, between the last chosen and the first not chosen."""
+    found = []
+
+    def watched(self, routing: Routing, valid, bias, axes):
+        biased = routing.scores + bias[None]
+        chosen = jnp.take_along_axis(biased, routing.ids, axis=1).min(axis=1)
+        jax.debug.callback(lambda gap: found.append(float(gap)), jnp.min(chosen - routing.cutoff))
+        return really(self, routing, valid, bias, axes)
+
+    really, moe_layer.MoE._stats = moe_layer.MoE._stats, watched
+    try:
+        step({})
+    finally:
+        moe_layer.MoE._stats = really
+    return min(found)
+
+
+def main() -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    want = step({})
+    print(json.dumps({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()}), flush=True)
+    for text in sys.argv[1:]:
+        mesh = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+        print(json.dumps({"mesh": text, **compare(step(mesh), want)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
