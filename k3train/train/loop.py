@@ -58,7 +58,8 @@ def train(exp: Experiment, began: float | None = None) -> ExitCode:
     exp = exp.absolute()  # what the run folder keeps must hold from any working directory
     with supervise(exp, time.time() if began is None else began) as watch, ExitStack() as stack:
         try:
-            agree({**exp.model_dump(mode="json"), "versions": versions(), "git_commit": git_commit()})
+            software = {"versions": versions(), "git_commit": git_commit()}
+            agree({distributed.NUM_PROCESSES: distributed.process_count(), **software, **exp.model_dump(mode="json")})
             parent = parent_of(exp) if main else None
             folder = stack.enter_context(
                 RunDirectory(
