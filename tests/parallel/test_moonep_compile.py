@@ -1,0 +1,75 @@
+"""MoonEP with the real ``ragged_all_to_all``, forward and backward, compiled for H200 and TPU v5p without either."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+# Nothing is run: it says whether the programs compile, and with which collectives.
+WORKER = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from k3train.parallel.moonep.config import Options
+from k3train.parallel.moonep.routed import routed
+
+kind, ranks, transport = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+H200 = '''gpu_device_info { cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
+shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"'''
+if kind == "h200":
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=H200, topology=f"1x1x{ranks}")
+else:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"v5p:2x2x{ranks // 4}")
+mesh = Mesh(np.asarray(topology.devices), ("expert",))
+tokens, top_k, experts, width, inner = 1024, 8, 8 * ranks, 256, 128
+sharded = NamedSharding(mesh, P("expert"))
+def shape(*size, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(size, dtype, sharding=sharded)
+z = shape(ranks * tokens, width, dtype=jnp.bfloat16)
+ids, weights = shape(ranks * tokens, top_k, dtype=jnp.int32), shape(ranks * tokens, top_k)
+matrices = shape(experts, width, inner), shape(experts, width, inner), shape(experts, inner, width)
+layer = jax.shard_map(
+    lambda *a: routed(*a, axis="expert", activation=lambda g, u: jax.nn.silu(g) * u, options=Options(transport, 2))[0],
+    mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+def step(z, ids, weights, matrices):
+    return jax.value_and_grad(lambda z, w, m: jnp.sum(jnp.square(layer(z, ids, w, m))), (0, 1, 2))(z, weights, matrices)
+compiled = jax.jit(step).trace(z, ids, weights, matrices).lower().compile()
+text = compiled.as_text()
+print(json.dumps({"ragged": text.count("ragged-all-to-all("), "starts": text.count("ragged-all-to-all-start"),
+                  "temporary": compiled.memory_analysis().temp_size_in_bytes}))
+"""
+
+
+def needs(kind: str) -> str | None:
+    """What is missing to compile for ``kind``."""
+    if kind == "h200":
+        if importlib.util.find_spec("jax_cuda13_plugin") is None:
+            return "jax-cuda13-plugin is not installed"
+        return None if shutil.which("ptxas") else "no ptxas"
+    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [("h200", 2), ("h200", 8), ("v5p", 8)])
+def test_ragged_compiles(kind, ranks):
+    missing = needs(kind)
+    if missing:
+        pytest.skip(missing)
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    environ.pop("XLA_FLAGS", None)
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", WORKER, kind, str(ranks), "ragged"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ragged"] + found["starts"] > 0, "the emulation was compiled, not the op"
