@@ -178,3 +178,31 @@ def test_auto_weighs_bytes():
     assert default_capacity(2, 8, 100) == 100
     assert default_capacity(64, 8, 8192) % 8 == 0
     assert min(config.RELATIVE_RATE.values()) > 0
+
+
+def test_bench_runs_on_cpu(root, tmp_path):
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "PYTHONPATH": str(root),
+    }
+    sizes = {"tokens": 48, "experts": 16, "top-k": 2, "width": 8, "inner": 4, "slots": 1, "capacity": 16, "repeats": 1}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    command = [
+        sys.executable,
+        str(root / "scripts/bench/moonep.py"),
+        *options,
+        "--link-mib",
+        "1",
+        "--transport",
+        "padded",
+    ]
+    command += ["--maxvio", "0.5", "--hot", "3", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+    assert not done.returncode, done.stderr
+    even, hot = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert even["rank_load_after"] == hot["rank_load_after"] == 1.0
+    assert hot["rank_load_before"] > even["rank_load_before"] >= 1.0
+    assert even["phases"] > 1 and hot["rounds"] >= even["rounds"] >= 1
+    assert all(ms > 0 for row in (even, hot) for ms in row["ms"].values())
+    assert even["megabytes"]["prefetch"] == pytest.approx(3 * 8 * 4 * 2 / 1e6)

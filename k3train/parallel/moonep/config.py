@@ -10,7 +10,7 @@ Transport = Literal["gather", "padded", "ragged"]
 
 SUB_SLICES = 512
 """Pieces into which ``ragged`` cuts what goes to one rank: XLA's kernel works on pieces side by side, not within one.
-On two H200 one piece a rank ran at 3 GB/s, 1,024 at 178 (docs/model/expert-parallel.md)."""
+On two H200 one piece a rank ran at 3 GB/s, 512 at 178 (docs/model/expert-parallel.md)."""
 
 RELATIVE_RATE: dict[Transport, float] = {"gather": 1.0, "padded": 1.0, "ragged": 0.66}
 """Measured rate of each transport against a dense all-to-all (two H200, 448 MiB a rank: 258, 269 and 178 GB/s)."""
