@@ -106,8 +106,20 @@ def _anew(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
 
 
 def _restored(parts: Assembly, source: CheckpointManager, step: int, say: Say) -> Begun:
-    """The state of a checkpoint."""
-    state, meta = source.restore(step, parts.factory.abstract)
+    """The state of a checkpoint. Where only it, or only this run, keeps averaged weights, they end or begin here."""
+    abstract, meta = dict(parts.factory.abstract), source.meta(step)
+    had, kept = meta["config"].get("optim", {}).get("ema") is not None, "ema" in abstract
+    if had and not kept:
+        abstract["ema"] = abstract["params"]
+    elif kept and not had:
+        del abstract["ema"]
+    state, _ = source.restore(step, abstract)
+    if had and not kept:
+        del state["ema"]
+        say("the averaged weights of the checkpoint are not kept on (optim.ema)")
+    elif kept and not had:
+        state["ema"] = jax.tree.map(lambda p: p.copy(), state["params"])
+        say("averaged weights begin as the weights are (optim.ema)")
     state = {"buffers": {}} | state  # a model without experts has none, and storage keeps no empty branch
     return Begun(state, step, _samples(parts, meta, say), meta["tokens"])
 

@@ -22,9 +22,11 @@ def test_changed_keys(tmp_path: Path):
     assert command in refused.stderr, refused.stderr
     assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
 
-    done = k3train("train", file, "optim.muon.lr=0.02", "train.steps=6", "data.sequence_length=16", "--branch", "hot")
+    given = ("optim.muon.lr=0.02", "optim.ema=0.9", "train.steps=6", "data.sequence_length=16", "--branch", "hot")
+    done = k3train("train", file, *given)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "optim.muon.lr" in done.stdout and "resumed from" in done.stdout
+    assert "averaged weights begin as the weights are" in done.stdout
     branch = tmp_path / "run-hot"
     parent = json.loads((branch / "experiment.json").read_text())["parent"]
     assert parent["folder"] == str(run) and parent["step"] == 4
