@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
         exp = load(args.config, args.overrides, Experiment).experiment
 
-        from k3train.parallel import distributed
+        from k3train.parallel.joining import join
         from k3train.run.identity import DriftRefused
         from k3train.run.output import lasting_output
         from k3train.train.loop import train
 
-    distributed.initialize(peer_timeout_s=exp.run.peer_timeout_s)
+    join(exp.run.peer_timeout_s)
 
     if args.branch is not None:
         exp = _branch(exp, args.branch)
