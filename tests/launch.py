@@ -26,6 +26,24 @@ loop.compile_step = lambda parts: forever
 Evaluator.compile = lambda self: None
 """
 
+# Waits before some batch until a file named ``go`` lies in the folder: time for a test to act in.
+_HOLD = """
+import pathlib, time
+from k3train.data.loader import Loader
+following, go = Loader.__next__, pathlib.Path({folder!r}) / "go"
+def held(loader):
+    while loader.sample == {sample} and not go.exists():
+        time.sleep(0.05)
+    return following(loader)
+Loader.__next__ = held
+"""
+
+
+def hold(folder: Path, sample: int) -> str:
+    """For ``before``: holds a process before the batch from ``sample`` on until ``folder`` has a file ``go``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return _HOLD.format(folder=str(folder), sample=sample)
+
 
 def environment(devices: int = 1) -> dict[str, str]:
     """CPU with ``devices`` forced devices; programs are compiled quickly and kept for the next test."""
@@ -43,13 +61,22 @@ class Launched:
     """``k3train train FILE OVERRIDES...`` in ``count`` processes that find each other.
 
     Args:
+      file: what the command is about.
       logs: folder for the processes' output, ``<i>.log``.
       devices: forced CPU devices of each process.
       before: Python statements run before k3train, to put something in its way; may differ by process.
+      command: another command than train.
     """
 
     def __init__(
-        self, logs: Path, file: Path, *overrides: str, count: int = 1, devices: int = 1, before: Sequence[str] = ()
+        self,
+        logs: Path,
+        file: Path,
+        *overrides: str,
+        count: int = 1,
+        devices: int = 1,
+        before: Sequence[str] = (),
+        command: str = "train",
     ):
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
@@ -67,9 +94,9 @@ class Launched:
                 }
             start = before[i] if i < len(before) else ""
             code = f"import sys\n{start}\nfrom k3train.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-            command = [sys.executable, "-c", code, "train", str(file), *overrides]
+            line = [sys.executable, "-c", code, command, str(file), *overrides]
             with (logs / f"{i}.log").open("w") as log:
-                self.processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+                self.processes.append(subprocess.Popen(line, env=env, stdout=log, stderr=subprocess.STDOUT))
 
     def log(self, i: int = 0) -> str:
         """What process ``i`` has said so far."""
@@ -121,6 +148,11 @@ def values(run: Path, key: str = "train/loss") -> dict[int, Any]:
             assert line["step"] not in found, f"step {line['step']} twice"
             found[line["step"]] = line[key]
     return found
+
+
+def state_hashes(run: Path, step: int) -> dict[str, str]:
+    """Hash of each array of the state in a checkpoint, and of ``all``, from its manifest."""
+    return json.loads((run / "checkpoints" / str(step) / "manifest.json").read_text())["state_hash"]
 
 
 def last_exit(run: Path) -> dict[str, Any]:

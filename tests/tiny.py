@@ -65,10 +65,10 @@ def experiment(folder: Path, **sections) -> Experiment:
     return Experiment.model_validate(config)
 
 
-def write_text(folder: Path, documents: int = 60, seed: int = 0) -> None:
-    """JSONL documents of made-up words of many lengths under ``folder/text``."""
+def write_text(folder: Path, documents: int = 60, seed: int = 0, longest: int = 60) -> None:
+    """JSONL documents of up to ``longest`` made-up words of many lengths under ``folder/text``."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 7))) for _ in range(40)]
     (folder / "text").mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"text": " ".join(rng.choices(words, k=rng.randint(1, 60)))}) for _ in range(documents)]
+    lines = [json.dumps({"text": " ".join(rng.choices(words, k=rng.randint(1, longest)))}) for _ in range(documents)]
     (folder / "text" / "a.jsonl").write_text("\n".join(lines) + "\n")

@@ -7,7 +7,8 @@ Nothing is written.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,17 @@ from k3train.checkpoint.manager import CheckpointManager
 from k3train.checkpoint.state_hash import state_hash
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.config.load import load
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
 from k3train.data.trace import RowTrace
+from k3train.experiment import Experiment
 from k3train.metrics.writers.jsonl import read_jsonl
 from k3train.parallel.coordination import Peers
 from k3train.parallel.distributed import Feed
-from k3train.run.directory import METRICS, read_attempts
+from k3train.run.determinism import Strict, read_kept
+from k3train.run.directory import CONFIG, METRICS, read_attempts
 from k3train.run.mirror import local_copy
 from k3train.train.assembly import Assembly
 from k3train.train.begin import Begun, begin_before
@@ -37,7 +41,8 @@ from k3train.train.record import step_values
 from k3train.train.state import State
 from k3train.train.step import compile_step
 
-_OF_A_STEP = ("train", "optim", "mesh", "kernels")
+_OF_A_STEP = ("train", "optim", "mesh", "kernels")  # sections
+_DETERMINISM = "run.determinism"
 HASH, LOSS, NORM = "data/batch_hash", "train/loss", "train/grad_norm"
 
 
@@ -109,7 +114,39 @@ def replay(
       UserError: no such run, step or checkpoint; data that is not the run's.
     """
     folder = local_copy(run)
-    opened = open_run(folder, [*free_values_at(folder, step), *overrides], one_device=False)
+    overrides = [*free_values_at(folder, step), *overrides]
+    with as_strict_as_the_run(folder, overrides):
+        return _replay(run, folder, step, times, overrides, say, tick)
+
+
+@contextmanager
+def as_strict_as_the_run(folder: Path, overrides: Sequence[str]) -> Iterator[None]:
+    """The settings of ``run.determinism``, made before JAX looks for its devices, for the bits that the run had.
+
+    Raises:
+      UserError: exit 30 where the run's config cannot be read.
+    """
+    if load(folder / CONFIG, list(overrides), Experiment).experiment.run.determinism != "strict":
+        yield
+        return
+    strict = Strict(read_kept(folder))
+    try:
+        yield
+    finally:
+        strict.close()
+
+
+def _replay(
+    run: str | PathLike[str],
+    folder: Path,
+    step: int,
+    times: int,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    tick: Callable[[int, int], None],
+) -> Replay:
+    """:func:`replay`, with the settings made and the small files of the run in ``folder``."""
+    opened = open_run(folder, overrides, one_device=False)
     parts, exp = opened.parts, opened.parts.exp
     manager = CheckpointManager(place(run) / CHECKPOINTS, exp.checkpoint, peers=Peers.of_this_run(), note=say)
     begun = begin_before(step, parts, manager, say)
@@ -210,6 +247,8 @@ def free_values_at(folder: Path, step: int) -> list[str]:
             break
         changes = start["changes"].items()
         old |= {
-            key: was for key, (was, _, drift) in changes if drift == Drift.FREE and key.partition(".")[0] in _OF_A_STEP
+            key: was
+            for key, (was, _, drift) in changes
+            if drift == Drift.FREE and (key == _DETERMINISM or key.partition(".")[0] in _OF_A_STEP)
         }
     return [f"{key}={json.dumps(value)}" for key, value in old.items()]

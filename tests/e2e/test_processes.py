@@ -9,22 +9,13 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from launch import NO_COMPILATION, Launched, last_exit, values
+from launch import NO_COMPILATION, Launched, hold, last_exit, state_hashes, values
 
+from k3train.cli.main import main
 from k3train.config.exit_codes import ExitCode
 
+ROWS = 4  # of one step
 KEYS = ("train/loss", "data/batch_hash", "train/grad_norm", "eval/holdout/loss")
-# Waits before some batch until a file named ``go`` lies in the folder: time for the test to act in.
-HOLD = """
-import pathlib, time
-from k3train.data.loader import Loader
-following, go = Loader.__next__, pathlib.Path({folder!r}) / "go"
-def held(loader):
-    while loader.sample == {sample} and not go.exists():
-        time.sleep(0.05)
-    return following(loader)
-Loader.__next__ = held
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +52,11 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-def hold(folder: Path, name: str, batch: int) -> str:
-    """Statements that hold a process before the batch of a step."""
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    return HOLD.format(folder=str(folder / name), sample=4 * (batch - 1))
-
-
 @pytest.mark.slow
 def test_a_signal_to_either_stops_both_at_one_step_and_two_processes_repeat_one(folder: Path, whole: Path):
     """USR2 to process 1 and TERM to process 0, each while the other waits; then on to the end."""
     name, gate = "stopped", folder / "stopped-gate"
-    before = [hold(folder, gate.name, 3)] * 2
+    before = [hold(gate, ROWS * 2)] * 2
     with launched(folder, name, 2, before=before) as run:
         run.until(waits(folder / name, attempt=1, step=2))
         run.send(signal.SIGUSR2, 1)
@@ -81,7 +66,7 @@ def test_a_signal_to_either_stops_both_at_one_step_and_two_processes_repeat_one(
     stopped = last_exit(folder / name)
     assert stopped["code"] == 11 and "SIGUSR2" in stopped["reason"] and 2 <= stopped["step"] <= 4
     (gate / "go").unlink()
-    with launched(folder, name, 2, before=[hold(folder, gate.name, 5)] * 2) as run:
+    with launched(folder, name, 2, before=[hold(gate, ROWS * 4)] * 2) as run:
         run.until(waits(folder / name, attempt=2, step=4))
         run.send(signal.SIGTERM, 0)
         time.sleep(3)
@@ -91,7 +76,7 @@ def test_a_signal_to_either_stops_both_at_one_step_and_two_processes_repeat_one(
         assert run.codes() == [0, 0], run.logs()
     for key in KEYS:
         assert values(folder / name, key) == values(whole, key), key
-    assert state_hash(folder / name) == state_hash(whole)
+    assert state_hashes(folder / name, 6) == state_hashes(whole, 6)
     for i in range(2):
         record = json.loads((folder / name / "processes" / f"{i}.json").read_text())
         assert record["process"] == i and record["pid"] and record["step"] <= 6
@@ -108,8 +93,36 @@ def waits(run: Path, **wanted) -> Callable[[], bool]:
     return condition
 
 
-def state_hash(run: Path) -> dict:
-    return json.loads((run / "checkpoints" / "6" / "manifest.json").read_text())["state_hash"]
+@pytest.mark.slow
+def test_control_c_saves_one_step_and_two_processes_replay_it(folder: Path, whole: Path):
+    """A terminal sends INT to all that run in it; what was done then repeats, and looking leaves no trace."""
+    name, gate = "interrupted", folder / "interrupted-gate"
+    path = folder / name
+    with launched(folder, name, 2, before=[hold(gate, ROWS * 4)] * 2) as run:
+        run.until(waits(path, attempt=1, step=4))
+        for i in range(2):
+            run.send(signal.SIGINT, i)
+        time.sleep(3)
+        (gate / "go").touch()
+        assert run.codes(60) == [ExitCode.STOPPED_SAVED] * 2, run.logs()
+        assert not [i for i in range(2) if "Traceback" in run.log(i)], run.logs()
+    stopped = last_exit(path)
+    assert stopped["code"] == ExitCode.STOPPED_SAVED and "SIGINT" in stopped["reason"]
+    step = stopped["step"]
+    assert values(path) == {k: loss for k, loss in values(whole).items() if k <= step}
+    assert main(["ckpt", "verify", str(path)]) == 0
+    assert state_hashes(path, step)["all"]
+    before = contents(path)
+    with Launched(folder / "replay-logs", path, "--step", "4", count=2, command="replay") as run:
+        assert run.codes() == [0, 0], run.logs()
+        assert "agree with the record to the bit" in run.log(0), run.log(0)
+        assert "step 4 ran 2 times and repeats to the bit, the state after it included" in run.log(0), run.log(0)
+    assert contents(path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file's content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
@@ -122,7 +135,7 @@ def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path):
         began = time.monotonic()
         assert run.codes(30) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
         assert time.monotonic() - began < 12
-    with launched(folder, "stuck", 2, before=[NO_COMPILATION, NO_COMPILATION + hold(folder, "stuck-gate", 1)]) as run:
+    with launched(folder, "stuck", 2, before=[NO_COMPILATION, NO_COMPILATION + hold(folder / "stuck-gate", 0)]) as run:
         run.until(waits(folder / "stuck", attempt=1, phase="step"))
         run.send(signal.SIGTERM, 0)
         assert run.codes(40) == [ExitCode.PREEMPTED_LOST] * 2, run.logs()
@@ -136,11 +149,11 @@ def test_a_killed_peer_ends_all_and_is_named(folder: Path, victim: int):
 
     With process 1 the other is in a collective, which breaks at once; process 0 takes the coordination service along.
     """
-    name = f"killed-{victim}"
+    name, gate = f"killed-{victim}", folder / f"killed-{victim}-gate"
     if victim:
-        before, shows = ["", hold(folder, f"{name}-gate", 3)], {"step": 3, "phase": "step"}
+        before, shows = ["", hold(gate, ROWS * 2)], {"step": 3, "phase": "step"}
     else:
-        before, shows = [NO_COMPILATION + hold(folder, f"{name}-gate", 1)] * 2, {"step": 0}
+        before, shows = [NO_COMPILATION + hold(gate, 0)] * 2, {"step": 0}
     with launched(folder, name, 2, before=before) as run:
         run.until(waits(folder / name, attempt=1, **shows))
         time.sleep(2)  # a beat, so that step and phase are known

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
+from launch import Launched
 
 from k3train.cli.main import main
 from k3train.cli.replay import worth_showing
@@ -112,6 +113,38 @@ def test_what_does_not_agree_is_said(stopped: Path, tmp_path: Path):
     assert fourth["same_batch"] and fourth["difference"] == pytest.approx(0.2, rel=1e-6)
 
 
+SETTINGS = """
+import os
+import k3train.train.replay as replay
+from jax._src import xla_bridge
+from k3train.config.errors import UserError
+def opened(*args, **options):
+    raise UserError(f"devices {xla_bridge.backends_are_initialized()}, flags {os.environ['XLA_FLAGS']}")
+replay.open_run = opened
+"""
+
+
+def test_a_strict_run_is_replayed_with_its_settings(stopped: Path, tmp_path: Path):
+    """Each process makes them before it looks for devices; the attempt that did the step counts."""
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["run"]["determinism"] = "strict"
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "autotune.txt").write_text("version: 3")
+    before = contents(folder)
+    for given, strict in ((), True), (("run.determinism=off",), False):
+        with Launched(
+            tmp_path / "logs", folder, *given, "--step", "2", count=2, before=[SETTINGS] * 2, command="replay"
+        ) as job:
+            assert job.codes() == [ExitCode.CONFIG] * 2, job.logs()
+            for i in range(2):
+                assert "devices False" in job.log(i), job.logs()
+                for flag in ("xla_gpu_exclude_nondeterministic_ops", "xla_gpu_load_autotune_results_from"):
+                    assert (flag in job.log(i)) == strict, job.logs()
+    assert contents(folder) == before
+
+
 NO_STEPS = [(["--step", "0"], "--step 0"), (["--step", "1", "--times", "0"], "--times 0"), (["--step", "1"], "no run")]
 
 
@@ -153,10 +186,12 @@ def test_free_keys_are_taken_back_to_the_attempt_that_did_the_step(tmp_path: Pat
         {"event": "start", "resumed_step": None, "changes": {}},
         {"event": "end"},
         {"event": "start", "resumed_step": 10, "changes": {"mesh.replica": [4, 2, "free"], "eval.every": [0, 5, "free"],
+                                                           "run.determinism": ["off", "strict", "free"],
+                                                           "run.peer_timeout_s": [9.0, 30.0, "free"],
                                                            "versions": ["a", "b", "derived"]}},
         {"event": "start", "resumed_step": 20, "changes": {"mesh.replica": [2, 1, "free"]}},
     ]  # fmt: skip
     (tmp_path / "attempts.jsonl").write_text("\n".join(map(json.dumps, attempts)))
     assert [free_values_at(tmp_path, step) for step in (10, 11, 20, 21)] == [
-        ["mesh.replica=4"], ["mesh.replica=2"], ["mesh.replica=2"], []
+        ["mesh.replica=4", 'run.determinism="off"'], ["mesh.replica=2"], ["mesh.replica=2"], []
     ]  # fmt: skip
