@@ -1,5 +1,6 @@
 """``anomalies.jsonl``: every bad step with its values and the documents it read, and a line for the user."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from k3train.metrics.writers.jsonl import JsonlWriter
 from k3train.optim.config import GuardConfig
 
 FILE = "anomalies.jsonl"
+_UPDATE = "train/update_norm/"
 _KEPT = ("train/", "guard/", "data/")
 
 
@@ -49,6 +51,11 @@ def describe(step: int, values: Mapping[str, Any], cfg: GuardConfig) -> str:
     """What happened at a bad step and what was done, in one line."""
     if values["train/nonfinite"]:
         what = f"not finite (loss {values['train/loss']:.4g}, gradient norm {values['train/grad_norm']:.4g})"
+    elif lost := [n.rpartition("/")[2] for n, v in values.items() if n.startswith(_UPDATE) and not math.isfinite(v)]:
+        # Judging it beforehand would cost the memory of all updates (optim/guard.py).
+        what = f"the update of {', '.join(lost)} is not finite"
+        if not values["train/skipped"]:
+            what += f", so that the weights are lost; go back to a checkpoint before step {step}, with lower rates"
     else:
         groups = {name.rpartition("/")[2]: v for name, v in values.items() if name.startswith("guard/update_deviation")}
         updates = ", ".join(f"{group} update {value:.1f}" for group, value in groups.items())
