@@ -36,13 +36,14 @@ from k3train.config.section import Drift
 from k3train.config.storage import storage, write_whole
 from k3train.experiment import Experiment
 from k3train.metrics.goodput import attempts_of
+from k3train.run.attempts import ATTEMPTS, read_attempts
 from k3train.run.identity import Parent, refuse
 from k3train.run.lock import RunLock
 from k3train.run.phases import Phases
 from k3train.run.remote import RemoteFolder
 from k3train.run.status import Status, lost_line, read_status
 
-LOCK, EXPERIMENT, CONFIG, ATTEMPTS = "run.lock", "experiment.json", "config.yaml", "attempts.jsonl"
+LOCK, EXPERIMENT, CONFIG = "run.lock", "experiment.json", "config.yaml"
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 # Facts of an attempt's surroundings that its numbers may depend on.
 _DERIVED = ("versions", "git_commit", "xla_flags", "devices", "processes")
@@ -308,8 +309,11 @@ class RunDirectory:
 
 def has_checkpoints(path: Path | str) -> bool:
     """Whether anything lies in the run folder's checkpoints, damaged or not."""
+    folder = place(path) / CHECKPOINTS
     with storage(path, "look for checkpoints"):
-        return bool(names_in(place(path) / CHECKPOINTS))
+        if not in_object_store(path) and folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; move it away, or choose another run.dir", ExitCode.RUN_FOLDER)
+        return bool(names_in(folder))
 
 
 def _plain_changes(changes: Sequence[Change]) -> dict[str, list]:
@@ -331,29 +335,16 @@ def read_experiment(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     file = place(path) / EXPERIMENT
     try:
         content = json.loads(file.read_text())
-        if not content.keys() >= {"run_id", "config", "claimed", "created", "parent"}:
+        kinds = {"run_id": str, "config": dict, "claimed": dict, "created": int | float, "parent": dict | None}
+        if not all(key in content and isinstance(content[key], kind) for key, kind in kinds.items()):
             raise ValueError("it is not the record of an experiment")
         return content
     except FileNotFoundError:
         return None
     except Exception as error:
-        if not (in_object_store(path) or isinstance(error, OSError | ValueError | AttributeError)):
+        if not (in_object_store(path) or isinstance(error, OSError | ValueError | TypeError)):
             raise
         raise UserError(f"{file} cannot be read ({error}); {_GO_ON}", ExitCode.RUN_FOLDER) from error
-
-
-def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of attempts.jsonl, oldest first; torn ones are passed over."""
-    file = Path(path) / ATTEMPTS
-    lines = []
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "event" in line:
-            lines.append(line)
-    return lines
 
 
 def probe(path: Path, size: int = _PROBE_BYTES) -> None:

@@ -168,9 +168,34 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
     refused(tmp_path / "thesis.tex", match="is a file")
 
 
-def test_an_unreadable_record_is_refused(tmp_path):
-    (tmp_path / "experiment.json").write_text('{"run_id"')
+@pytest.mark.parametrize("change", [{"config": None}, {"config": []}, {"claimed": []}, {"run_id": 7}, None])
+def test_an_unreadable_record_is_refused(tmp_path, change):
+    RunDirectory(tmp_path, CONFIG).close()
+    train_a_little(tmp_path)
+    file = tmp_path / "experiment.json"
+    file.write_text('{"run_id"' if change is None else json.dumps(json.loads(file.read_text()) | change))
     refused(tmp_path, match="cannot be read")
+
+
+def test_lines_of_attempts_that_no_run_wrote_are_passed_over(tmp_path):
+    lines = [
+        '{"event": "start"}', '{"event": "start", "attempt": "a", "time": 5}', '{"event": [1]}', "[]", '{"event": "sta',
+        '{"event": "end", "attempt": 1, "seconds": "none"}', '{"event": "start", "attempt": 1, "time": 5}',
+    ]  # fmt: skip
+    with RunDirectory(tmp_path, CONFIG) as run:
+        (tmp_path / "attempts.jsonl").write_text("\n".join(lines) + "\n")
+        assert run.begin_attempt({"host": "any"}) == 2
+        run.end_attempt(0, "finished")
+    (tmp_path / "attempts.jsonl").unlink()
+    (tmp_path / "attempts.jsonl").mkdir()
+    with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(UserError, match=r"attempts\.jsonl: cannot read"):
+        run.begin_attempt({"host": "any"})
+
+
+def test_checkpoints_that_are_a_file_are_refused_before_anything_is_trained(tmp_path):
+    RunDirectory(tmp_path, CONFIG).close()
+    (tmp_path / "checkpoints").write_text("x")
+    refused(tmp_path, match="checkpoints is a file")
 
 
 def test_a_run_that_died_at_once_leaves_a_usable_folder(tmp_path):

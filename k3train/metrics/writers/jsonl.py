@@ -107,7 +107,8 @@ def set_aside(path: Path, keep_to: int, attempt: int) -> int:
         for text in old:
             line = _parse(text) if text.endswith(b"\n") else None
             if line is None or line["step"] > keep_to:
-                number = line.get("attempt", attempt - 1) if line else attempt - 1
+                number = line.get("attempt") if line else None
+                number = number if isinstance(number, int) else attempt - 1
                 moved.setdefault(number, []).append(text.rstrip(b"\n") + b"\n")
             else:
                 new.write(text)
