@@ -77,8 +77,8 @@ def dense(z, ids, weights, matrices):
     return jnp.einsum("nkm,nkml,nk->nl", activation(gate, up), w2[ids], weights)
 
 
-def layer(case: Case, mesh=None):
-    """(z, ids, weights, matrices) -> (y, statistics by rank) over R devices, not compiled."""
+def layer(case: Case, replicas: int = 1):
+    """(z, ids, weights, matrices) -> (y, statistics by rank) over R devices, times ``replicas``; not compiled."""
     options = Options(case.transport, case.slots, case.capacity)  # type: ignore[arg-type]
 
     def one(z, ids, weights, matrices):
@@ -88,11 +88,13 @@ def layer(case: Case, mesh=None):
         )  # fmt: skip
         return y, jax.tree.map(lambda a: a[None], stats)
 
-    if mesh is None:
-        mesh = jax.make_mesh(
-            (case.ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[: case.ranks]
-        )
-    return jax.shard_map(one, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+    mesh = jax.make_mesh(
+        (replicas, case.ranks), ("data", "expert"), axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: replicas * case.ranks],
+    )  # fmt: skip
+    tokens = P(("data", "expert"))
+    specs = tokens, tokens, tokens, P("expert")
+    return jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
 
 
 def with_gradients(function):

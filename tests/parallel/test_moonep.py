@@ -14,7 +14,21 @@ import jax.numpy as jnp
 import moonep_cases
 import numpy as np
 import pytest
-from moonep_cases import EXPERTS, INNER, ROUTINGS, TOKENS, TOP_K, WIDTH, Case, arrays, choices, compare, layer
+from moonep_cases import (
+    EXPERTS,
+    INNER,
+    ROUTINGS,
+    TOKENS,
+    TOP_K,
+    WIDTH,
+    Case,
+    arrays,
+    choices,
+    compare,
+    layer,
+    oracle,
+    with_gradients,
+)
 
 from k3train.parallel.moonep import config
 from k3train.parallel.moonep.config import Options, default_capacity, resolve, weigh
@@ -57,6 +71,18 @@ def test_bfloat16_stays_near_float32(transport):
     case = Case(2, transport, 1, 4, "bfloat16")
     for routing in ("skewed", "one_rank"):
         check(compare(case, routing), BFLOAT16, "norm")
+
+
+def test_replicas_go_their_own_rounds():
+    """Two replicas of two ranks: one needs a single round and phase, the other several of both."""
+    case = Case(2, "padded", 1, 4)
+    ids = jnp.asarray(np.concatenate([choices("one_expert", 2), choices("one_rank", 2)]))
+    diff, dy = arrays(4)
+    (y, stats), grads = jax.jit(with_gradients(layer(case, replicas=2)))(diff, ids, dy)
+    assert stats["rounds"][0] == 1 < stats["rounds"][2]
+    (want, _), want_grads = oracle()(diff, ids, dy)
+    for got, wanted in zip(jax.tree.leaves((y, grads)), jax.tree.leaves((want, want_grads)), strict=True):
+        assert np.max(np.abs(got - wanted)) <= TOLERANCE * np.max(np.abs(wanted))
 
 
 @pytest.mark.slow

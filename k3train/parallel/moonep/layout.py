@@ -91,7 +91,7 @@ def rounds(plan: Plan, sizes: Sizes) -> jax.Array:
 
 def _group_sizes(plan: Plan, experts: jax.Array, sizes: Sizes, turn: jax.Array | int) -> jax.Array:
     """[R, G + C] int32, rows of each expert of each rank in round ``turn``."""
-    here = jnp.arange(sizes.ranks)
+    here = jnp.arange(sizes.ranks, dtype=jnp.int32)
     stays = plan.alloc.reshape(sizes.ranks, sizes.own, sizes.ranks)[here, :, here]  # [R, G]
     stays = jnp.where(jnp.equal(turn, 0), stays, 0)
     comes = plan.alloc.at[experts, here[:, None]].get(mode="fill", fill_value=0)  # [R, C]

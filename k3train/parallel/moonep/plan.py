@@ -50,12 +50,12 @@ def level(load: jax.Array, ranks: int) -> jax.Array:
       [E, R] int32, assignments of expert e on rank r.
     """
     own = load.reshape(ranks, -1)  # [R, G]
-    here = jnp.arange(ranks)
+    here = jnp.arange(ranks, dtype=jnp.int32)
     balance = jnp.sum(own, axis=1, dtype=jnp.int32) - jnp.sum(load, dtype=jnp.int32) // ranks
 
     def fill(_, state):
         owed, balance = state
-        home, to = jnp.argmax(balance), jnp.argmin(balance)
+        home, to = lax.argmax(balance, 0, jnp.int32), lax.argmin(balance, 0, jnp.int32)
         moved = jnp.where(balance[home] > 0, -balance[to], 0)
         owed = owed + jnp.where((here == home)[:, None] & (here == to)[None], moved, 0)
         return owed, balance + jnp.where(here == to, moved, 0) - jnp.where(here == home, moved, 0)
@@ -65,8 +65,8 @@ def level(load: jax.Array, ranks: int) -> jax.Array:
 
     def take(state):
         owed, own, moved = state
-        to, expert = jnp.argmax(owed, axis=1), jnp.argmax(own, axis=1)  # [R] each home's own choice
-        to, expert = to[:, None] == here[None], expert[:, None] == jnp.arange(own.shape[1])[None]
+        to, expert = lax.argmax(owed, 1, jnp.int32), lax.argmax(own, 1, jnp.int32)  # [R] each home's own choice
+        to, expert = to[:, None] == here[None], expert[:, None] == jnp.arange(own.shape[1], dtype=jnp.int32)[None]
         amount = jnp.minimum(jnp.max(owed, axis=1), jnp.max(own, axis=1))
         owed = owed - jnp.where(to, amount[:, None], 0)
         own = own - jnp.where(expert, amount[:, None], 0)
@@ -88,8 +88,8 @@ def foreign(alloc: jax.Array) -> tuple[jax.Array, jax.Array]:
       ([E, R] int32, which of rank r's redundant experts e is, R G where it is none; the list :attr:`Plan.redundant`).
     """
     experts, ranks = alloc.shape
-    home = jnp.arange(experts)[:, None] // (experts // ranks)
-    here = jnp.arange(ranks)[None]
+    home = jnp.arange(experts, dtype=jnp.int32)[:, None] // (experts // ranks)
+    here = jnp.arange(ranks, dtype=jnp.int32)[None]
     away = (alloc > 0) & (home != here)
     ordinal = jnp.where(away, jnp.cumsum(away, axis=0, dtype=jnp.int32) - 1, experts)
     names = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[:, None], alloc.shape)
@@ -156,6 +156,6 @@ def rank_loads(alloc: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What levelling did: assignments a rank before and after, and redundant experts; each [R] int32."""
     experts, ranks = alloc.shape
     before = jnp.sum(alloc.reshape(ranks, -1), axis=1, dtype=jnp.int32)
-    home = jnp.arange(experts)[:, None] // (experts // ranks)
-    away = (alloc > 0) & (home != jnp.arange(ranks)[None])
+    home = jnp.arange(experts, dtype=jnp.int32)[:, None] // (experts // ranks)
+    away = (alloc > 0) & (home != jnp.arange(ranks, dtype=jnp.int32)[None])
     return before, jnp.sum(alloc, axis=0, dtype=jnp.int32), jnp.sum(away, axis=0, dtype=jnp.int32)

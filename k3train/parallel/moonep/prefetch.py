@@ -37,7 +37,7 @@ def fetch(own: jax.Array, experts: jax.Array, axis: str, *, exact: bool) -> jax.
             starts=which * rows,
             sizes=jnp.where(mine, rows, 0),
             at=jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None] * rows, experts.shape),
-            received=jnp.where(home[me][None] == jnp.arange(ranks)[:, None], rows, 0),
+            received=jnp.where(home[me][None] == jnp.arange(ranks, dtype=jnp.int32)[:, None], rows, 0),
             count=ragged.pieces(rows, slots),
             axis=axis,
         )
@@ -45,7 +45,7 @@ def fetch(own: jax.Array, experts: jax.Array, axis: str, *, exact: bool) -> jax.
     sent = jnp.where(mine[:, :, None, None], own[jnp.where(mine, which, 0)], jnp.zeros((), own.dtype))
     arrived = lax.all_to_all(sent, axis, 0, 0)  # [R, C, X, Y]
     filled = home[me] < ranks
-    slot = arrived[jnp.minimum(home[me], ranks - 1), jnp.arange(slots)]
+    slot = arrived[jnp.minimum(home[me], ranks - 1), jnp.arange(slots, dtype=jnp.int32)]
     return jnp.where(filled[:, None, None], slot, jnp.zeros((), own.dtype))
 
 
@@ -63,7 +63,7 @@ def give_back(gradient: jax.Array, experts: jax.Array, own: int, axis: str, *, e
     """
     (ranks, slots), me = experts.shape, lax.axis_index(axis)
     home = experts // own  # [R, C]
-    to = home[me][None] == jnp.arange(ranks)[:, None]  # [R, C] whether slot c goes to rank r
+    to = home[me][None] == jnp.arange(ranks, dtype=jnp.int32)[:, None]  # [R, C] whether slot c goes to rank r
     if exact:
         rows = gradient.shape[1]
         slot = jnp.arange(slots, dtype=jnp.int32) * rows

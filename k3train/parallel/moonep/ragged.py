@@ -83,7 +83,7 @@ def _emulated(x, out, starts, sizes, at, received, *, axis):
     starts, sizes, at = (lax.all_gather(a.reshape(ranks, -1), axis)[:, me].reshape(-1) for a in (starts, sizes, at))
     row = jnp.arange(out.shape[0], dtype=jnp.int32)[:, None]
     holds = (row >= at[None]) & (row < (at + sizes)[None])  # [rows, R * pieces]
-    piece = jnp.argmax(holds, axis=1)
+    piece = lax.argmax(holds, 1, jnp.int32)
     source = jnp.minimum(starts[piece] + row[:, 0] - at[piece], x.shape[0] - 1)
     value = everyone[piece // (len(at) // ranks), source]
     return jnp.where(jnp.any(holds, axis=1)[:, None], value, out)

@@ -67,8 +67,8 @@ def copies(rank: jax.Array, active: jax.Array, ranks: int) -> Copies:
     """Lists the copies for ``rank`` [S, k], the receivers of assignments that are ``active`` [S, k] bool."""
     tokens, top_k = rank.shape
     alike = (rank[:, :, None] == rank[:, None, :]) & active[:, None, :]  # [S, k, k]
-    leader = jnp.argmax(alike, axis=2)  # [S, k] the first assignment of the token to the same receiver
-    first = active & (leader == jnp.arange(top_k)[None])
+    leader = lax.argmax(alike, 2, jnp.int32)  # [S, k] the first assignment of the token to the same receiver
+    first = active & (leader == jnp.arange(top_k, dtype=jnp.int32)[None])
     number = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     key = jnp.where(first, rank * tokens + number, ranks * tokens).reshape(-1)
     order = jnp.argsort(key, stable=True)
@@ -210,5 +210,5 @@ def wire(transport: Transport, layout: Layout, sizes: Sizes, capacity: int | Non
 def copies_sent(rank: jax.Array, axis: str) -> jax.Array:
     """How many copies of this rank's tokens go to other ranks: int32, of :attr:`Plan.rank` [S, k]."""
     alike = rank[:, :, None] == rank[:, None, :]
-    first = jnp.argmax(alike, axis=2) == jnp.arange(rank.shape[1])[None]
+    first = lax.argmax(alike, 2, jnp.int32) == jnp.arange(rank.shape[1], dtype=jnp.int32)[None]
     return jnp.sum(first & (rank != lax.axis_index(axis)), dtype=jnp.int32)
