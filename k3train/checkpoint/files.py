@@ -7,6 +7,7 @@ here uses them.
 import hashlib
 import os
 import pathlib
+from contextlib import suppress
 from typing import Any, cast
 
 from etils.epath import Path
@@ -45,7 +46,11 @@ def files_below(folder: Path) -> dict[str, int]:
     if in_object_store(folder):
         return {name: stamp.size for name, stamp in objects_below(folder).items() if name.split("/")[-1][:1] != "."}
     found = (place / name for place, _, names in folder.walk() for name in names if name[:1] != ".")
-    return {str(path.relative_to(folder)): size_of(path) for path in sorted(found)}
+    sizes = {}
+    for path in sorted(found):
+        with suppress(FileNotFoundError):  # a trainer deletes the checkpoint meanwhile
+            sizes[str(path.relative_to(folder))] = size_of(path)
+    return sizes
 
 
 def sha256(path: Path) -> str:

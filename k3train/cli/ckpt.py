@@ -102,6 +102,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     from k3train.checkpoint.inspect import directory_of
     from k3train.checkpoint.layout import complete, scan
+    from k3train.checkpoint.manifest import MANIFEST
 
     directory = directory_of(args.run)
     entries = [entry for entry in scan(directory) if entry.status not in ("unfinished", "foreign")]
@@ -119,7 +120,9 @@ def _verify(args: argparse.Namespace) -> int:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("verifying", total=total)
         for entry in entries:
-            results.append((entry, _faults(entry, lambda size: bar.advance(task, size))))
+            faults = _faults(entry, lambda size: bar.advance(task, size))
+            if not (faults and entry.manifest and not (entry.path / MANIFEST).exists()):  # deleted meanwhile, else
+                results.append((entry, faults))
     if args.json:
         print(
             json.dumps(

@@ -24,6 +24,7 @@ COMMANDS = {
     "config": "show, check or describe experiment files",
     "test": "what CI runs: lint, format, types, tests",
 }
+_heard: list[int] = []
 
 
 def entry() -> None:
@@ -32,6 +33,8 @@ def entry() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Text that the terminal's encoding lacks is escaped, and ends no command.
             stream.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     code = main()
     if code == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # once more, on the way out, would end in a traceback
@@ -58,19 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) left: nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FINISHED)
-    except Exception as error:
-        if _interrupts(error):
+    except Exception:
+        if _heard:
             print("k3train: interrupted", file=sys.stderr)
             return INTERRUPTED
         traceback.print_exc()
         return int(ExitCode.BUG)
 
 
-def _interrupts(error: BaseException | None) -> bool:
-    """Whether an error comes of Ctrl-C, which a library in the middle of its import makes an ImportError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__
-    return error is not None
+def _interrupt(number: int, frame: object) -> None:
+    """Ctrl-C, as Python has it, but written down: jaxlib, interrupted in its import, drops it for ImportError."""
+    _heard.append(number)
+    raise KeyboardInterrupt
 
 
 def _parse(argv: list[str]) -> tuple[ModuleType, argparse.Namespace]:
