@@ -5,8 +5,8 @@
     python scripts/bench/moonep.py --json moonep.json
 
 MaxVio is the fullest expert's tokens over the mean, less one; choices are drawn to reach it. ``on rank 0`` places the
-experts by popularity, so that all hot ones live on one rank. Pieces are compiled apart, each with the integer work it
-needs, so their sum is more than the whole. Bytes are those that leave the rank that sends most, in one direction;
+experts by popularity, so that all hot ones live on one rank. Pieces are those of the first round, compiled
+apart, each with the integer work it needs. Bytes are those that leave the rank that sends most, in one direction;
 the link's rate is measured by a ``ppermute`` to the next rank.
 """
 
@@ -31,6 +31,7 @@ from k3train.parallel.moonep.compute import Experts
 from k3train.parallel.moonep.config import Options, default_capacity, weigh
 from k3train.parallel.moonep.layout import lay, sizes_of
 from k3train.parallel.moonep.plan import plan
+from k3train.parallel.moonep.report import render
 from k3train.parallel.moonep.routed import Routed, routed
 from k3train.parallel.moonep.transports import wire
 
@@ -77,6 +78,7 @@ class Bench:
         self.run = {name: self._mapped(getattr(self, "_" + name.replace(" ", "_"))) for name in PIECES}
         self.run |= {"forward": self._mapped(self._whole), "forward + backward": jax.jit(self._step)}
         self.stats = self._mapped(self._stats)
+        self._planned: float | None = None
 
     def _mapped(self, function: Callable) -> Callable:
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
@@ -93,10 +95,11 @@ class Bench:
     # Pieces, in order; each takes what the ones before it made. All arrays are split along their first axis.
 
     def _planner(self, ids):
-        return lay(plan(ids, self.args.experts, AXIS), self._layer(ids).sizes, 0)
+        made = plan(ids, self.args.experts, AXIS)
+        return made, lay(made, self._layer(ids).sizes, 0)
 
-    def _prefetch(self, ids, matrices, layout):
-        return self._layer(ids).held(matrices, layout, self.dtype)
+    def _prefetch(self, ids, matrices, made, layout):
+        return self._layer(ids).held(matrices, made, layout, 0, self.dtype)
 
     def _dispatch(self, ids, z, weights, layout):
         layer = self._layer(ids)
@@ -116,8 +119,8 @@ class Bench:
         layer = self._layer(ids)
         return travel.collect(self._wire(layer, layout), layout, layer.sizes, first, d_rows, each=d_weight)
 
-    def _gradient_return(self, ids, d_held, layout):
-        return tuple(self._layer(ids).homed(d, layout) for d in d_held)
+    def _gradient_return(self, ids, d_held, made, layout):
+        return tuple(self._layer(ids).homed(d, made, layout, 0) for d in d_held)
 
     def _whole(self, ids, z, weights, matrices):
         return routed(
@@ -140,6 +143,13 @@ class Bench:
         stats["phases"] = jnp.asarray(self._wire(self._layer(ids), layout).phases)
         return jax.tree.map(lambda a: a[None], stats)
 
+    def planned_mib(self, inputs: tuple) -> float:
+        """MiB that XLA allots on a device for forward + backward, besides arguments; the same at every skew."""
+        if self._planned is None:
+            memory = self.run["forward + backward"].lower(*inputs).compile().memory_analysis()
+            self._planned = float("nan") if memory is None else memory.temp_size_in_bytes / 2**20
+        return self._planned
+
     def times(self, arrays: tuple, repeats: int) -> dict[str, float]:
         """Median milliseconds of every piece and of the whole."""
         ids, z, weights, matrices, dy = arrays
@@ -149,14 +159,14 @@ class Bench:
             ms[name], out = median_ms(self.run[name], (ids, *inputs), repeats)
             return out
 
-        layout = timed("planner")
-        held = timed("prefetch", matrices, layout)
+        made, layout = timed("planner")
+        held = timed("prefetch", matrices, made, layout)
         (rows,), weight, first = timed("dispatch", z, weights, layout)
         out = timed("matmul", rows, held, layout)
         timed("combine", out, weight, first, layout)
         d_rows, d_weight, d_held = timed("matmul back", rows, out, weight, held, layout)
         timed("combine back", d_rows, d_weight, first, layout)
-        timed("gradient return", d_held, layout)
+        timed("gradient return", d_held, made, layout)
         del held, rows, out, d_rows, d_held
         timed("forward", z, weights, matrices)
         timed("forward + backward", z, weights, matrices, dy)
@@ -220,14 +230,10 @@ def bytes_moved(bench: Bench, stats: dict[str, np.ndarray]) -> dict[str, float]:
     return {"dispatch": rows * row, "prefetch": 3.0 * matrices * args.width * args.inner * bench.dtype.itemsize}
 
 
-def peak(bench: Bench, inputs: tuple) -> dict[str, float]:
-    """MiB of a device: what XLA allots for forward + backward, and the greatest use so far where it is known."""
-    memory = bench.run["forward + backward"].lower(*inputs).compile().memory_analysis()
+def used_mib() -> float:
+    """MiB of the first device at the fullest moment so far, where the backend knows."""
     used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return {
-        "planned_mib": float("nan") if memory is None else memory.temp_size_in_bytes / 2**20,
-        "used_mib": float("nan") if used is None else used / 2**20,
-    }
+    return float("nan") if used is None else used / 2**20
 
 
 def measure(bench: Bench, name: str, ids: np.ndarray, link: float) -> dict:
@@ -252,7 +258,8 @@ def measure(bench: Bench, name: str, ids: np.ndarray, link: float) -> dict:
         "megabytes": {key: count / 1e6 for key, count in moved.items()},
         "gb_per_s": rates,
         "of_link": {key: rate / link for key, rate in rates.items()},
-        **peak(bench, inputs),
+        "planned_mib": bench.planned_mib(inputs),
+        "used_mib": used_mib(),
     }
 
 
@@ -311,8 +318,8 @@ def main() -> None:
     mesh = jax.make_mesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,))
     link = link_rate(mesh, args.link_mib, args.repeats)
     chosen, lines = weigh(ranks, args.top_k, args.tokens, args.width, jnp.dtype(args.dtype).itemsize, args.capacity)
-    weighed = "; ".join(f"{line.transport} {line.megabytes:.1f} MB, cost {line.cost:.1f}" for line in lines)
-    console.print(f"link {link:.1f} GB/s a direction; auto would take {chosen} ({weighed})")
+    console.print(render(chosen, lines))
+    console.print(f"link {link:.1f} GB/s a direction")
     skews = [(str(vio), vio) for vio in args.maxvio] + [("hot", args.hot)]
     rows = []
     with Progress(console=console, transient=True) as progress:

@@ -35,12 +35,13 @@ from k3train.parallel.moonep.config import Options, default_capacity, resolve, w
 
 TOLERANCE = 2e-6  # of the greatest element, float32
 BFLOAT16 = 1.5e-2  # relative norm
-# Slots 1: the plan of "one_rank" needs further rounds. Capacity 2: pairs overflow, at the smaller one five times over.
+# "one_rank" needs a second round but where there is a slot for every expert of a home (8 on 4 ranks), on 2 ranks one
+# that fetches several times. Capacity 2: pairs overflow, up to five times over.
 CASES = (
     Case(1, "auto", 1, None),
-    Case(2, "padded", 16, 8),
-    Case(2, "ragged", 3, None),
-    Case(4, "gather", 2, None),
+    Case(2, "padded", 2, 8),
+    Case(2, "ragged", 1, None),
+    Case(4, "gather", 8, None),
     Case(4, "padded", 1, 2),
     Case(4, "ragged", 1, None),
 )
@@ -61,9 +62,9 @@ def test_equals_dense(case, routing):
     found = compare(case, routing)
     check(found)
     slots, redundant = min(case.slots, EXPERTS // case.ranks), max(found["stats"]["redundant_experts"])
-    assert found["stats"]["rounds"] == max(1, -(-redundant // slots))
-    if routing == "one_rank" and case.ranks > 1 and case.slots == 1:
-        assert found["stats"]["rounds"] > 1, "the case that must go in rounds does not"
+    assert found["stats"]["rounds"] == (2 if redundant > slots and case.ranks > 1 else 1)
+    if routing == "one_rank" and case.ranks == 2:
+        assert redundant > 2 * slots, "the case in which a second round fetches more than once does not"
 
 
 @pytest.mark.parametrize("transport", ["gather", "padded", "ragged"])
@@ -74,12 +75,12 @@ def test_bfloat16_stays_near_float32(transport):
 
 
 def test_replicas_go_their_own_rounds():
-    """Two replicas of two ranks: one needs a single round and phase, the other several of both."""
+    """Two replicas of two ranks: one needs a single round and phase, the other two of one and several of the other."""
     case = Case(2, "padded", 1, 4)
     ids = jnp.asarray(np.concatenate([choices("one_expert", 2), choices("one_rank", 2)]))
     diff, dy = arrays(4)
     (y, stats), grads = jax.jit(with_gradients(layer(case, replicas=2)))(diff, ids, dy)
-    assert stats["rounds"][0] == 1 < stats["rounds"][2]
+    assert stats["rounds"][0] == 1 and stats["rounds"][2] == 2
     (want, _), want_grads = oracle()(diff, ids, dy)
     for got, wanted in zip(jax.tree.leaves((y, grads)), jax.tree.leaves((want, want_grads)), strict=True):
         assert np.max(np.abs(got - wanted)) <= TOLERANCE * np.max(np.abs(wanted))
@@ -178,9 +179,9 @@ def test_rematerialisation_keeps_the_plan():
         return sum(e.primitive.name == "argmin" for e in equations(jaxpr))
 
     assert planners(program) == planners(plain) == 1
-    got, want = jax.jit(grads(saved))(z, weights, matrices), jax.jit(grads(run))(z, weights, matrices)
+    got, want = jax.jit(grads(saved))(z, weights, matrices), oracle()((z, weights, matrices), ids, dy)[1]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(a - b)) <= TOLERANCE * np.max(np.abs(b))
 
 
 def test_ranks_need_a_slot():
@@ -206,6 +207,7 @@ def test_auto_weighs_bytes():
     assert min(config.RELATIVE_RATE.values()) > 0
 
 
+@pytest.mark.slow
 def test_bench_runs_on_cpu(root, tmp_path):
     environ = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -1,11 +1,12 @@
 """Rows of one round: which experts a rank holds, and in which padded row each assignment is computed.
 
-A rank has room for its own G experts and C redundant ones. A plan with more redundant experts somewhere is computed
-in rounds: round 0 takes all own experts and the first C redundant ones of every rank, round t only the next C. As in
-kernels/grouped_matmul/permute.py, rows are sorted by expert and each expert's rows are padded to whole blocks.
+A rank has room for its own G experts and C redundant ones. A plan with more redundant experts somewhere is computed in
+two rounds: the first takes all own experts and the first C redundant ones of every rank; the second needs no own
+experts, so the rest fits into their room. As in kernels/grouped_matmul/permute.py, rows are sorted by expert and each
+expert's rows are padded to whole blocks.
 
-Letters: R ranks, E experts, G = E / R own experts, C slots, S tokens a rank, k assignments a token, P padded rows,
-b a block's rows.
+Letters: R ranks, E experts, G = E / R own experts, C slots, X experts held in a round, F foreign ones among them,
+S tokens a rank, k assignments a token, P padded rows, b a block's rows.
 """
 
 from typing import NamedTuple
@@ -41,9 +42,10 @@ class Sizes(NamedTuple):
         return (count + min(self.own + self.slots, count) * (self.block - 1)) // self.block * self.block
 
     @property
-    def one_round(self) -> bool:
-        """Whether no plan can need a second round: a rank is filled by one home, which has G experts."""
-        return self.ranks == 1 or self.slots >= self.own
+    def late(self) -> int:
+        """Foreign experts that a second round has room for, in whole slots; at most G - C are needed, as a rank is
+        filled by one home. 0 where no plan can need a second round."""
+        return 0 if self.ranks == 1 else -(-(self.own - self.slots) // self.slots) * self.slots
 
 
 def sizes_of(axis: str, ids: jax.Array, own: int, slots: int, limit: int) -> Sizes:
@@ -69,9 +71,9 @@ class Layout(NamedTuple):
     rank: jax.Array
     """[S, k] int32, of the plan."""
     experts: jax.Array
-    """[R, C] int32, the experts in every rank's slots; E where a slot is empty."""
+    """[R, F] int32, the foreign experts that every rank holds; E where there is none."""
     group_sizes: jax.Array
-    """[G + C] int32, true rows of each expert here."""
+    """[X] int32, true rows of each expert held here: own ones (first round only), then foreign ones."""
     block_expert: jax.Array
     """[P / b] int32, the expert of each block, never falling."""
 
@@ -81,41 +83,36 @@ class Layout(NamedTuple):
         return self.target > 0
 
 
+def most_redundant(plan: Plan, sizes: Sizes) -> jax.Array:
+    """Redundant experts of the rank that has most; int32, alike on all ranks."""
+    return jnp.max(jnp.sum(plan.redundant < sizes.experts, axis=1, dtype=jnp.int32))
+
+
 def rounds(plan: Plan, sizes: Sizes) -> jax.Array:
-    """How many rounds the fullest rank needs, at least one; alike on all ranks."""
-    if sizes.one_round:
-        return jnp.ones((), jnp.int32)
-    most = jnp.max(jnp.sum(plan.redundant < sizes.experts, axis=1, dtype=jnp.int32))
-    return jnp.maximum(1, -(-most // sizes.slots))
+    """One round or two, int32, alike on all ranks."""
+    return 1 + (most_redundant(plan, sizes) > sizes.slots).astype(jnp.int32)
 
 
-def _group_sizes(plan: Plan, experts: jax.Array, sizes: Sizes, turn: jax.Array | int) -> jax.Array:
-    """[R, G + C] int32, rows of each expert of each rank in round ``turn``."""
+def lay(plan: Plan, sizes: Sizes, turn: int) -> Layout:
+    """Lays out round ``turn`` (0 or 1); every rank knows every rank's layout, so each names rows at the other end."""
     here = jnp.arange(sizes.ranks, dtype=jnp.int32)
-    stays = plan.alloc.reshape(sizes.ranks, sizes.own, sizes.ranks)[here, :, here]  # [R, G]
-    stays = jnp.where(jnp.equal(turn, 0), stays, 0)
-    comes = plan.alloc.at[experts, here[:, None]].get(mode="fill", fill_value=0)  # [R, C]
-    return jnp.concatenate([stays, comes], axis=1)
-
-
-def lay(plan: Plan, sizes: Sizes, turn: jax.Array | int) -> Layout:
-    """Lays out round ``turn`` of a plan; every rank knows every rank's layout, so each names rows at the other end."""
-    ranks, own, slots, block = sizes.ranks, sizes.own, sizes.slots, sizes.block
-    if slots:
-        listed = jnp.pad(plan.redundant, ((0, 0), (0, -own % slots)), constant_values=sizes.experts)
-        experts = lax.dynamic_slice_in_dim(listed, turn * slots, slots, axis=1)
+    held = sizes.own + sizes.slots
+    if turn == 0:
+        experts, member = plan.redundant[:, : sizes.slots], plan.member
+        active = member < held
     else:
-        experts = jnp.zeros((ranks, 0), jnp.int32)
-    groups = _group_sizes(plan, experts, sizes, turn)
-    padded = (groups + block - 1) // block * block
+        width = sizes.slots + sizes.late - sizes.own
+        experts = jnp.pad(plan.redundant[:, sizes.slots :], ((0, 0), (0, width)), constant_values=sizes.experts)
+        active, member = plan.member >= held, plan.member - held
+    groups = plan.alloc.at[experts, here[:, None]].get(mode="fill", fill_value=0)  # [R, F]
+    if turn == 0:
+        stays = plan.alloc.reshape(sizes.ranks, sizes.own, sizes.ranks)[here, :, here]  # [R, G]
+        groups = jnp.concatenate([stays, groups], axis=1)
+    padded = (groups + sizes.block - 1) // sizes.block * sizes.block
     ends = jnp.cumsum(padded, axis=1, dtype=jnp.int32)
-    extra = jnp.maximum(plan.member - own, 0)
-    divisor = max(slots, 1)
-    member = jnp.where(plan.member < own, plan.member, own + extra % divisor)
-    when = jnp.where(plan.member < own, 0, extra // divisor)
-    row = (ends - padded)[plan.rank, member] + plan.place
-    target = jnp.where(when == turn, 1 + plan.rank * sizes.rows + row, 0)
+    start = (ends - padded)[plan.rank, jnp.where(active, member, 0)]
+    target = jnp.where(active, 1 + plan.rank * sizes.rows + start + plan.place, 0)
     me = lax.axis_index(sizes.axis)
-    first = jnp.arange(sizes.rows // block, dtype=jnp.int32) * block
+    first = jnp.arange(sizes.rows // sizes.block, dtype=jnp.int32) * sizes.block
     block_expert = jnp.searchsorted(ends[me], first, side="right").astype(jnp.int32)
-    return Layout(target, plan.rank, experts, groups[me], jnp.minimum(block_expert, own + slots - 1))
+    return Layout(target, plan.rank, experts, groups[me], jnp.minimum(block_expert, groups.shape[1] - 1))

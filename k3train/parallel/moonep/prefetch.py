@@ -106,3 +106,36 @@ def add_returned(total: jax.Array, returned: jax.Array, experts: jax.Array, axis
         return lax.dynamic_update_index_in_dim(total, new, which, 0)
 
     return lax.fori_loop(0, jnp.sum(mine, dtype=jnp.int32), add, total)
+
+
+def fetch_all(own: jax.Array, experts: jax.Array, slots: int, turns: jax.Array, axis: str, *, exact: bool) -> jax.Array:
+    """:func:`fetch` for more experts than there is room for on the way: ``slots`` at a time.
+
+    Args:
+      own, axis, exact: as in :func:`fetch`.
+      experts: [R, F] int32, F a multiple of ``slots``, empty ones last.
+      slots: C.
+      turns: how often, alike on all ranks.
+
+    Returns:
+      [F, X, Y].
+    """
+
+    def one(turn, held):
+        arrived = fetch(own, lax.dynamic_slice_in_dim(experts, turn * slots, slots, axis=1), axis, exact=exact)
+        return lax.dynamic_update_slice_in_dim(held, arrived, turn * slots, axis=0)
+
+    return lax.fori_loop(0, turns, one, jnp.zeros((experts.shape[1], *own.shape[1:]), own.dtype))
+
+
+def give_back_all(
+    gradient: jax.Array, experts: jax.Array, slots: int, turns: jax.Array, own: int, axis: str, *, exact: bool
+) -> jax.Array:
+    """Sends home and adds the gradients [F, X, Y] of what :func:`fetch_all` fetched: [G, X, Y], wide."""
+
+    def one(turn, total):
+        part = lax.dynamic_slice_in_dim(experts, turn * slots, slots, axis=1)
+        mine = lax.dynamic_slice_in_dim(gradient, turn * slots, slots, axis=0)
+        return add_returned(total, give_back(mine, part, own, axis, exact=exact), part, axis)
+
+    return lax.fori_loop(0, turns, one, jnp.zeros((own, *gradient.shape[1:]), gradient.dtype))

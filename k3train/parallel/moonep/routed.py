@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from k3train.parallel.moonep import prefetch, travel
 from k3train.parallel.moonep.compute import Experts, Matrices
 from k3train.parallel.moonep.config import Options, Transport, resolve
-from k3train.parallel.moonep.layout import Layout, Sizes, lay, rounds, sizes_of
+from k3train.parallel.moonep.layout import Layout, Sizes, lay, most_redundant, rounds, sizes_of
 from k3train.parallel.moonep.plan import Plan, name, plan, rank_loads
 from k3train.parallel.moonep.transports import Count, copies_sent, wire
 
 
 class Routed(NamedTuple):
-    """One layer's static choices; its methods are one round each."""
+    """One layer's static choices; its methods concern one round, 0 or 1, each."""
 
     sizes: Sizes
     experts: Experts
@@ -34,30 +34,40 @@ class Routed(NamedTuple):
         """Whether matrices travel by ``ragged_all_to_all`` too."""
         return self.transport == "ragged"
 
-    def held(self, matrices: Matrices, layout: Layout, dtype: jnp.dtype) -> Matrices:
-        """Own matrices and those of the round's redundant experts, [G + C, ...] in ``dtype``."""
-        w1, w3, w2 = (self._held(w.astype(dtype), layout) for w in matrices)
-        return w1, w3, w2
+    def _turns(self, plan: Plan) -> jax.Array:
+        """How often ``slots`` matrices travel in the second round."""
+        slots = self.sizes.slots
+        return -(-(most_redundant(plan, self.sizes) - slots) // slots)
 
-    def _held(self, own: jax.Array, layout: Layout) -> jax.Array:
-        if not self.sizes.slots:
-            return own
-        slots = prefetch.fetch(own, layout.experts, self.sizes.axis, exact=self.exact)
-        return jnp.concatenate([own, slots])
+    def held(self, matrices: Matrices, plan: Plan, layout: Layout, turn: int, dtype: jnp.dtype) -> Matrices:
+        """The matrices of a round, [X, ...] in ``dtype``: own and first redundant ones, or the other redundant ones."""
+        (axis, slots), out = (self.sizes.axis, self.sizes.slots), []
+        for own in (w.astype(dtype) for w in matrices):
+            if turn:
+                held = prefetch.fetch_all(own, layout.experts, slots, self._turns(plan), axis, exact=self.exact)
+            elif slots:
+                held = jnp.concatenate([own, prefetch.fetch(own, layout.experts, axis, exact=self.exact)])
+            else:
+                held = own
+            out.append(held)
+        return out[0], out[1], out[2]
 
-    def homed(self, gradient: jax.Array, layout: Layout) -> jax.Array:
-        """Gradients of held matrices [G + C, ...], those of the slots brought home and added: [G, ...], wide."""
-        own, axis = self.sizes.own, self.sizes.axis
-        if not self.sizes.slots:
+    def homed(self, gradient: jax.Array, plan: Plan, layout: Layout, turn: int) -> jax.Array:
+        """Gradients of held matrices [X, ...], the foreign ones brought home and added: [G, ...], wide."""
+        own, axis, slots = self.sizes.own, self.sizes.axis, self.sizes.slots
+        if turn:
+            turns = self._turns(plan)
+            return prefetch.give_back_all(gradient, layout.experts, slots, turns, own, axis, exact=self.exact)
+        if not slots:
             return gradient
         returned = prefetch.give_back(gradient[own:], layout.experts, own, axis, exact=self.exact)
         return prefetch.add_returned(gradient[:own], returned, layout.experts, axis)
 
-    def forward(self, z: jax.Array, weights: jax.Array, matrices: Matrices, plan: Plan, turn: Count) -> jax.Array:
+    def forward(self, z: jax.Array, weights: jax.Array, matrices: Matrices, plan: Plan, turn: int) -> jax.Array:
         """Round ``turn``: its part of y, [S, L] wide."""
         layout = lay(plan, self.sizes, turn)
         with jax.named_scope("moonep_prefetch"):
-            held = self.held(matrices, layout, z.dtype)
+            held = self.held(matrices, plan, layout, turn, z.dtype)
         with jax.named_scope("moonep_dispatch"):
             way = wire(self.transport, layout, self.sizes, self.capacity)
             (rows,), weight, first = travel.deliver(way, layout, self.sizes, (z,), weights)
@@ -67,12 +77,12 @@ class Routed(NamedTuple):
             return travel.collect(way, layout, self.sizes, first, out, scale=weight)[0]
 
     def backward(
-        self, z: jax.Array, dy: jax.Array, weights: jax.Array, matrices: Matrices, plan: Plan, turn: Count
+        self, z: jax.Array, dy: jax.Array, weights: jax.Array, matrices: Matrices, plan: Plan, turn: int
     ) -> tuple[jax.Array, jax.Array, Matrices]:
         """Round ``turn``: its part of the gradients of z, weights and matrices, all wide."""
         layout = lay(plan, self.sizes, turn)
         with jax.named_scope("moonep_prefetch"):
-            held = self.held(matrices, layout, z.dtype)
+            held = self.held(matrices, plan, layout, turn, z.dtype)
         with jax.named_scope("moonep_dispatch"):
             way = wire(self.transport, layout, self.sizes, self.capacity)
             tokens = z, dy.astype(z.dtype)
@@ -83,7 +93,7 @@ class Routed(NamedTuple):
             dz, d_weights = travel.collect(way, layout, self.sizes, first, d_rows, each=d_weight)
         assert d_weights is not None
         with jax.named_scope("moonep_return"):
-            w1, w3, w2 = (self.homed(d, layout) for d in d_matrices)
+            w1, w3, w2 = (self.homed(d, plan, layout, turn) for d in d_matrices)
         return dz, d_weights, (w1, w3, w2)
 
 
@@ -91,11 +101,11 @@ def _differentiable(layer: Routed) -> Callable[[jax.Array, jax.Array, Matrices, 
     """(z, weights, matrices, plan) -> y, all rounds, with its gradient."""
 
     def count(plan: Plan) -> Count:
-        return 1 if layer.sizes.one_round else rounds(plan, layer.sizes)
+        return rounds(plan, layer.sizes) if layer.sizes.late else 1
 
     def compute(z, weights, matrices, plan):
         first = layer.forward(z, weights, matrices, plan, 0)
-        return travel.repeat(first, lambda t, y: y + layer.forward(z, weights, matrices, plan, t), count(plan))
+        return travel.repeat(first, lambda _, y: y + layer.forward(z, weights, matrices, plan, 1), count(plan))
 
     def forward(z, weights, matrices, plan):
         return compute(z, weights, matrices, plan), (z, weights, matrices, plan)
@@ -103,11 +113,11 @@ def _differentiable(layer: Routed) -> Callable[[jax.Array, jax.Array, Matrices, 
     def backward(saved, dy):
         z, weights, matrices, plan = saved
 
-        def turn(number):
+        def turn(number: int):
             return layer.backward(z, dy, weights, matrices, plan, number)
 
-        def more(number, so_far):
-            return jax.tree.map(jnp.add, so_far, turn(number))
+        def more(_, so_far):
+            return jax.tree.map(jnp.add, so_far, turn(1))
 
         dz, d_weights, d_matrices = travel.repeat(turn(0), more, count(plan))
         d_matrices = tuple(d.astype(w.dtype) for d, w in zip(d_matrices, matrices, strict=True))
