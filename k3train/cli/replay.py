@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from k3train.parallel import distributed
+    from k3train.parallel.joining import join
 
-    distributed.initialize()
+    join()
 
     from k3train.train.replay import replay
 

@@ -15,7 +15,7 @@ WAIT_S = 290.0
 """A little less than JAX's own limit."""
 
 
-def join(peer_timeout_s: float, wait_s: float = WAIT_S) -> None:
+def join(peer_timeout_s: float = 30.0, wait_s: float = WAIT_S) -> None:
     """``distributed.initialize`` for the main thread; ends the process with PEER_LOST where not all come in time.
 
     Raises:

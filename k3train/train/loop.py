@@ -377,6 +377,8 @@ class Run:
     def finish(self, step: int) -> Outcome:
         """Evaluates, saves and samples at the run's end."""
         self.recorder.flush()
+        if self.recorder.lost:
+            return self.halt(step, ExitCode.NON_FINITE, self.recorder.halted or "")
         if step > self.first:
             self.evaluate(step)
             if not self.saver.at_end(self.state, self.now(step), "final"):

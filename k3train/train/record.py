@@ -22,6 +22,9 @@ SAMPLES, LOADS = "samples.jsonl", "loads.jsonl"
 STATS = {
     "load": "moe/load",
     "router_entropy": "moe/router_entropy",
+    "rank_load": "moe/rank_load",
+    "redundant": "moe/redundant",
+    "rounds": "moe/rounds",
     "max_logit": "attn/max_logit",
     "attnres_entropy": "attnres/entropy",
     "attnres_weight_max": "attnres/weight_max",
@@ -67,6 +70,8 @@ class Recorder:
         self._mark, self._marked_step, self._paused, self._waited = time.monotonic(), 0, 0.0, 0.0
         self.halted: str | None = None
         """Why the guard ends the run, once it does; the same on every process at the same step."""
+        self.lost = False
+        """Whether the weights are not finite any more: such a state is of no use to anyone, and is never saved."""
 
     def start(self, step: int) -> None:
         """Begins to measure speed at ``step``."""
@@ -100,6 +105,9 @@ class Recorder:
         step = now.step
         out = jax.device_get(outputs)
         values = step_values(out) | {"data/epoch": epoch}
+        if not math.isfinite(values["train/param_norm"]):
+            self.lost = True
+            self.halted = f"the weights are not finite after step {step}; the checkpoints before it are kept"
         bad = bool(values["train/nonfinite"] or values["train/spike"])
         if bad:
             self._alarm(now, values, halt=bool(out["halt"]))
@@ -119,7 +127,7 @@ class Recorder:
         if self._anomalies is not None:
             self._anomalies.write(*now, values)
         self._progress.print(describe(now.step, values, guard))
-        if halt:
+        if halt and not self.lost:
             self.halted = halt_reason(now.step, values, guard)
 
     def _speed(self, step: int) -> dict:

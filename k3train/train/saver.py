@@ -68,11 +68,15 @@ class Saver:
     def save(self, state: State, now: Moment, kind: Kind, block: bool = False) -> None:
         """Begins a checkpoint; the metrics up to it go to the disk first, so that a resume finds none missing.
 
+        Weights that are not finite are not saved: nothing good is ever deleted for them.
+
         Raises:
           SaveFailed: with ``block``: there is no checkpoint; else: as many in a row failed as are allowed.
         """
         self.recorder.flush()
         self.recorder.sync()
+        if self.recorder.lost:
+            return
         began = time.monotonic()
         meta = {
             "step": now.step,
@@ -116,7 +120,7 @@ class Saver:
 
     def at_end(self, state: State, now: Moment, kind: Kind) -> bool:
         """Makes sure that the present state is saved, and waits for it; whether it is."""
-        if now.step == 0:
+        if now.step == 0 or self.recorder.lost:
             return False
         if self._last == now.step:
             try:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 from launch import last_exit, values
@@ -306,3 +308,25 @@ def test_strict_determinism_goes_on_in_the_same_surroundings_only(bench: Bench, 
     (run / "attempts.jsonl").write_text(before)
     assert train(exp)[0] == 0
     same_as(run, whole)
+
+
+def test_weights_that_are_not_finite_are_never_saved_and_end_the_run(bench: Bench, whole: Path, monkeypatch):
+    """An update that the guard does not hold back (its norms cost memory) destroys the weights, and no checkpoint."""
+    step, exp = bench._step, bench.experiment("lost", checkpoint={"every": 2, "keep": 1})
+    assert step is not None
+
+    def destroying(state, batch, tokens):
+        state, out = step(state, batch, tokens)
+        if int(state["step"]) == 4:
+            state = state | {"params": jax.tree.map(lambda w: w * jnp.inf, state["params"])}
+            out["optim"]["param_norm"] = jnp.float32(jnp.inf)
+        return state, out
+
+    monkeypatch.setattr(bench, "_step", destroying)
+    assert train(exp)[0] == ExitCode.NON_FINITE
+    ended = last_exit(bench.folder / "lost")
+    assert "not finite after step 4" in ended["reason"]
+    assert sorted(p.name for p in (bench.folder / "lost" / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
+    monkeypatch.setattr(bench, "_step", step)
+    assert train(exp)[0] == 0
+    same_as(bench.folder / "lost", whole)
