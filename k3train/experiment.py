@@ -14,7 +14,7 @@ from k3train.metrics.config import MetricsConfig
 from k3train.models.config import ModelConfig
 from k3train.models.rules import model_faults
 from k3train.optim.config import OptimConfig
-from k3train.parallel.config import ROW_AXES, TOKEN_AXES, MeshConfig
+from k3train.parallel.config import ROW_AXES, TOKEN_AXES, MeshConfig, MoonEPConfig
 from k3train.run.config import RunConfig
 from k3train.train.config import EvalConfig, SampleConfig, TrainConfig
 
@@ -36,6 +36,7 @@ class Experiment(Section):
     train: TrainConfig
     optim: OptimConfig = OptimConfig()
     mesh: MeshConfig = MeshConfig()
+    moonep: MoonEPConfig = MoonEPConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

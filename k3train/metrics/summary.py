@@ -13,6 +13,9 @@ from k3train.metrics.names import WORST
 # Name -> which layer is the worst; None reports the mean alone.
 _PLAIN = {
     "moe/router_entropy": np.min,
+    "moe/rank_load": np.max,
+    "moe/redundant": np.max,
+    "moe/rounds": np.max,
     "kda/decay_mean": None,
     "kda/decay_min": np.min,
     "kda/beta_mean": None,
@@ -27,6 +30,7 @@ def summarize(stats: Mapping[str, np.ndarray]) -> dict[str, float]:
 
     Args:
       stats: any of ``moe/load`` [L, E] (assignments), ``moe/router_bias`` [L, E], ``moe/router_entropy`` [L],
+        ``moe/rank_load``, ``moe/redundant``, ``moe/rounds`` [L],
         ``kda/decay_mean``, ``kda/decay_min``, ``kda/beta_mean``, ``kda/state_rms`` [L], ``attn/max_logit`` [L, H],
         ``attnres/entropy``, ``attnres/weight_max`` [L, 2]. An array without elements is passed over.
 

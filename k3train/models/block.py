@@ -19,7 +19,8 @@ from k3train.models.parts.kda.layer import KDA
 from k3train.models.parts.mla.layer import MLA
 from k3train.models.parts.moe.layer import MoE
 from k3train.models.parts.norm.layer import RMSNorm
-from k3train.parallel.activations import hidden, sequence
+from k3train.parallel.activations import enter, leave
+from k3train.parallel.moonep.config import Options
 
 
 class Depth(NamedTuple):
@@ -39,7 +40,16 @@ class Depth(NamedTuple):
 class DecoderLayer(nnx.Module):
     """A layer of one :class:`LayerKind`. Which sub-layers open a block is data, so layers of a kind scan."""
 
-    def __init__(self, cfg: ModelConfig, kind: LayerKind, kernels: KernelsConfig, balance_bins: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        kind: LayerKind,
+        kernels: KernelsConfig,
+        balance_bins: int,
+        moonep: Options = Options(),
+        *,
+        rngs: nnx.Rngs,
+    ):
         hidden, eps, std = cfg.hidden_size, cfg.norm_eps, cfg.init_std
         self.input_norm = RMSNorm(hidden, eps, rngs=rngs)
         self.post_norm = RMSNorm(hidden, eps, rngs=rngs)
@@ -57,7 +67,7 @@ class DecoderLayer(nnx.Module):
             self.ffn = FFN(cfg.ffn.intermediate_size, hidden, cfg.activation, std, rngs=rngs)
         else:
             assert cfg.moe is not None
-            self.ffn = MoE(cfg.moe, hidden, cfg.activation, eps, std, kernels, balance_bins, rngs=rngs)
+            self.ffn = MoE(cfg.moe, hidden, cfg.activation, eps, std, kernels, balance_bins, moonep, rngs=rngs)
 
     def _read(self, residual: str, depth: Depth, rows: list[Row]) -> tuple[jax.Array, dict]:
         """The sub-layer's input: mixed over depth, or the running sum itself."""
@@ -68,7 +78,7 @@ class DecoderLayer(nnx.Module):
     def _feed(self, x: jax.Array, segment_ids: jax.Array | None) -> tuple[jax.Array, dict]:
         if isinstance(self.ffn, MoE):
             return self.ffn(x, segment_ids)
-        return hidden(self.ffn(sequence(x))), {}
+        return leave(self.ffn(enter(x))), {}
 
     def __call__(
         self, depth: Depth, starts: jax.Array, segment_ids: jax.Array | None, mixer=None
@@ -87,8 +97,8 @@ class DecoderLayer(nnx.Module):
         start = depth.prefix
         x, mixer_stats = self._read("mixer_residual", depth, [Row(start, True)])
         with jax.named_scope(type(self.mixer).__name__.lower()):
-            y, stats = (mixer or self.mixer)(sequence(self.input_norm(x)), segment_ids)
-            y = hidden(y)
+            y, stats = (mixer or self.mixer)(enter(self.input_norm(x)), segment_ids)
+            y = leave(y)
         middle = jnp.where(starts[0], jnp.zeros_like(start), start) + y
         x, ffn_stats = self._read("ffn_residual", depth, [Row(start, starts[0]), Row(middle, True)])
         with jax.named_scope("ffn"):

@@ -23,6 +23,8 @@ from k3train.models.parts.mtp.layer import MTPEntry
 from k3train.models.parts.norm.layer import RMSNorm
 from k3train.models.stack import Stack
 from k3train.parallel import activations
+from k3train.parallel.moonep.config import Options
+from k3train.parallel.weights import gather_weights
 
 
 class Hidden(NamedTuple):
@@ -65,6 +67,7 @@ class Decoder:
         *,
         remat: Literal["full", "none"] = "full",
         balance_bins: int = 0,
+        moonep: Options = Options(),
     ):
         self.cfg = cfg
         hidden, eps, std = cfg.hidden_size, cfg.norm_eps, cfg.init_std
@@ -83,6 +86,7 @@ class Decoder:
                 cfg.attn_residual.block_starts(layers),
                 remat=remat,
                 balance_bins=balance_bins,
+                moonep=moonep,
             )
         }
         if cfg.mtp is not None:
@@ -90,7 +94,13 @@ class Decoder:
             self._modules["mtp_entry"] = ModuleDef(lambda rngs: MTPEntry(hidden, eps, std, rngs=rngs))
             self._modules["mtp_exit"] = ModuleDef(lambda rngs: Exit(cfg, rngs=rngs))
             self.stacks["mtp_layers"] = Stack(
-                cfg, kernels, [kind], cfg.attn_residual.block_starts(1), remat=remat, balance_bins=balance_bins
+                cfg,
+                kernels,
+                [kind],
+                cfg.attn_residual.block_starts(1),
+                remat=remat,
+                balance_bins=balance_bins,
+                moonep=moonep,
             )
 
     # -- parameters ---------------------------------------------------------------------------------------------
@@ -116,7 +126,8 @@ class Decoder:
         }
 
     def _bind(self, name: str, params: dict) -> Any:
-        return self._modules[name].bind(params[name], {})
+        held = params[name] if name == "embedding" else gather_weights(params[name], self._modules[name].specs)
+        return self._modules[name].bind(held, {})
 
     # -- forward ------------------------------------------------------------------------------------------------
 

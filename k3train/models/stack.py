@@ -22,6 +22,8 @@ from k3train.models.block import DecoderLayer, Depth
 from k3train.models.config import LayerKind, ModelConfig
 from k3train.models.module import ModuleDef
 from k3train.models.segments import Segment, segments
+from k3train.parallel.moonep.config import Options
+from k3train.parallel.weights import GATHERED, gather_weights
 
 # What the backward pass must take from the forward one, never compute again: a recomputed choice of experts may differ.
 SAVED_NAMES = ("routing",)
@@ -61,6 +63,7 @@ class Stack:
         *,
         remat: Literal["full", "none"],
         balance_bins: int,
+        moonep: Options = Options(),
     ):
         self.segments = segments(kinds)
         self.banked = cfg.attn_residual.kind != "none"
@@ -70,7 +73,7 @@ class Stack:
         self._filled = (np.cumsum(self._starts.sum(1)) - self._starts.sum(1)).astype(np.int32)  # [L]
         self.rows = int(self._starts.sum())
         self._layers = {
-            kind: ModuleDef(lambda rngs, kind=kind: DecoderLayer(cfg, kind, kernels, balance_bins, rngs=rngs))
+            kind: ModuleDef(lambda rngs, kind=kind: DecoderLayer(cfg, kind, kernels, balance_bins, moonep, rngs=rngs))
             for kind in dict.fromkeys(kinds)
         }
 
@@ -119,13 +122,14 @@ class Stack:
         """Function (params, prefix, bank) -> (outputs, statistics) of one layer, rematerialised as configured."""
 
         def run(params: dict, prefix: jax.Array, bank: jax.Array | None):
-            layer: Any = self._layers[kind].bind(params, buffers)
+            layer: Any = self._layers[kind].bind(gather_weights(params, self._layers[kind].specs), buffers)
             middle, end, stats = layer(Depth(prefix, bank, where.filled), where.starts, segment_ids)
             return ((middle, end) if self.full else (end,)), lax.stop_gradient(stats)
 
+        policies = jax.checkpoint_policies
         if self.remat == "none":
-            return run
-        return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES))
+            return jax.checkpoint(run, policy=policies.save_anything_except_these_names(GATHERED))
+        return jax.checkpoint(run, policy=policies.save_only_these_names(*SAVED_NAMES))
 
     def _after(self, bank: jax.Array | None, prefix: jax.Array, outputs: tuple, where: Where) -> jax.Array | None:
         """The bank after a layer: its input, and with full residuals its middle, where they open blocks."""

@@ -1,8 +1,8 @@
 """How activations lie on the mesh, and code that each device runs on its own part.
 
 Rows of a batch go over ``replica``, ``fsdp`` and ``expert``; tokens of a row over ``context``, and over ``tensor``
-where the heads do not lie there. What XLA partitions by itself is told with :func:`hidden`, :func:`sequence` and
-:func:`heads`; what it cannot runs in :func:`on_each_device`.
+where the heads do not lie there. What XLA partitions by itself is told with :func:`hidden`, :func:`enter`,
+:func:`leave` and :func:`heads`; what it cannot runs in :func:`on_each_device`.
 
 Shapes: B rows, T tokens, D hidden, H heads.
 """
@@ -55,14 +55,30 @@ def hidden(x: jax.Array) -> jax.Array:
     return constrain(x, ROWS, TOKENS)
 
 
-def sequence(x: jax.Array) -> jax.Array:
-    """[B, T, ...] as a projection reads it: the tokens of a context shard together."""
+def projected(x: jax.Array) -> jax.Array:
+    """[B, T, ...] as a projection reads and writes it: the tokens of a context shard together."""
     return constrain(x, ROWS, "context")
 
 
 def heads(x: jax.Array) -> jax.Array:
     """[B, T, H...] as a projection writes it: the last axis, or the heads, over ``tensor``."""
     return constrain(x, ROWS, "context", "tensor")
+
+
+@jax.custom_vjp
+def enter(x: jax.Array) -> jax.Array:
+    """[B, T, D] from between the sub-layers to the projections; its gradient comes back the other way."""
+    return projected(x)
+
+
+@jax.custom_vjp
+def leave(x: jax.Array) -> jax.Array:
+    """[B, T, D] from the projections to between the sub-layers; its gradient goes the other way."""
+    return hidden(x)
+
+
+enter.defvjp(lambda x: (projected(x), None), lambda _, gradient: (hidden(gradient),))
+leave.defvjp(lambda x: (hidden(x), None), lambda _, gradient: (projected(gradient),))
 
 
 def on_each_device(function: Callable[..., Any], arrays: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: Any):

@@ -7,6 +7,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
 from k3train.parallel.activations import names
 from k3train.parallel.config import ROW_AXES
 from k3train.parallel.trees import Path, Spec, Tree, paired, pattern, rebuild
@@ -119,6 +121,25 @@ def sharding_report(mesh: Mesh, abstract_params: Tree, specs: Tree) -> list[Shar
         alike.setdefault((pattern(path), tuple(array.shape)), []).append((path, array, spec))
     rows = [_row(mesh, name, shape, members) for (name, shape), members in alike.items()]
     return sorted(rows, key=lambda row: -row.bytes_a_device)
+
+
+def refuse_replicated(rows: list[ShardRow], limit_mib: float) -> None:
+    """Fails where an array that no mesh axis divides is larger than ``limit_mib`` MiB.
+
+    Raises:
+      UserError: exit 32; names the arrays and the cure.
+    """
+    large = [row for row in rows if row.note and row.bytes_a_device / row.arrays > limit_mib * 2**20]
+    if large:
+        named = ", ".join(
+            f"{row.name} [{'x'.join(map(str, row.shape))}], {row.bytes_a_device / row.arrays / 2**20:.0f} MiB"
+            for row in large
+        )
+        raise UserError(
+            f"every device would hold the whole of {named}: no mesh axis divides a dimension of it. Choose sizes of "
+            f"mesh.fsdp, expert, context and tensor that divide one, or raise mesh.replicated_limit_mib ({limit_mib})",
+            ExitCode.PLAN,
+        )
 
 
 def render(rows: list[ShardRow]) -> Table:

@@ -1,11 +1,12 @@
 """The mesh section: how many devices along each named axis. Imports no JAX."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from k3train.config.section import Section
+from k3train.config.section import NonNegative, Positive, Section
+from k3train.parallel.moonep.config import Options
 
 AxisSize = Annotated[int, Field(ge=-1)]
 
@@ -30,6 +31,8 @@ class MeshConfig(Section, drift="free"):
     """Shards of each row: long sequences."""
     tensor: AxisSize = 1
     """Shards of heads and feed-forward widths; between the projections it shares out each row's tokens."""
+    replicated_limit_mib: NonNegative = 64
+    """Largest parameter array, in MiB, that may lie whole on every device although the mesh has shards."""
 
     @model_validator(mode="after")
     def _one_free_axis(self) -> "MeshConfig":
@@ -45,3 +48,21 @@ class MeshConfig(Section, drift="free"):
     def ways(self, axes: tuple[str, ...]) -> int:
         """Product of their sizes as far as they are known; a free axis counts as 1."""
         return math.prod(self.known(axes).values())
+
+
+class MoonEPConfig(Section, drift="free"):
+    """Experts spread over ``mesh.expert``: every device computes equally many rows, whatever the router chooses."""
+
+    transport: Literal["auto", "gather", "padded", "ragged"] = "auto"
+    """How tokens travel: all of them to all (gather), in equal parts (padded), or as they are needed (ragged)."""
+    redundant_slots: Positive = 2
+    """Experts of other devices that one has room for at a time; a batch that needs more takes further rounds."""
+    capacity: Positive | None = None
+    """Rows of a pair of devices in one phase of padded; null: a quarter more than evenly spread choices need."""
+    check: bool = False
+    """Compare the first step of an attempt with experts that do not travel: slow, and all of them on every device."""
+
+    @property
+    def options(self) -> Options:
+        """What the layer reads."""
+        return Options(self.transport, self.redundant_slots, self.capacity)

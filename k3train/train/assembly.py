@@ -18,7 +18,7 @@ from k3train.models.counts import flops_per_token
 from k3train.models.decoder import Decoder
 from k3train.optim.optimizer import Optimizer
 from k3train.parallel import coordination, distributed
-from k3train.parallel.axes import batch_sharding
+from k3train.parallel.axes import batch_sharding, refuse_replicated, sharding_report
 from k3train.parallel.config import ROW_AXES
 from k3train.parallel.distributed import Feed
 from k3train.parallel.mesh import build_mesh
@@ -76,7 +76,7 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
       mesh: where it runs; by default what ``exp.mesh`` makes of all devices there are.
 
     Raises:
-      UserError: where the mesh does not fit the devices or the batch.
+      UserError: where the mesh does not fit the devices or the batch, or (exit 32) leaves a large array whole.
     """
     kernels, table = resolve(exp.kernels, jax.default_backend())
     exp = exp.model_copy(update={"kernels": kernels})
@@ -89,17 +89,20 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
             f"{rows} rows do not divide over the mesh's {ways} shares of a batch; change one of these or mesh"
         )
     bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
-    decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins)
+    decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins, moonep=exp.moonep.options)
     optimizer = Optimizer(exp.optim, decoder.specs())
     step_tokens = exp.train.global_batch * exp.data.sequence_length
     steps = exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens)
+    factory = StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None)
+    report = sharding_report(mesh, factory.abstract["params"], decoder.specs())
+    refuse_replicated(report, exp.mesh.replicated_limit_mib)
     return Assembly(
         exp=exp,
         kernels=table,
         mesh=mesh,
         decoder=decoder,
         optimizer=optimizer,
-        factory=StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None),
+        factory=factory,
         tokenizer=load_tokenizer(exp.data.tokenizer),
         step_tokens=step_tokens,
         steps=steps,

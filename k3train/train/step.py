@@ -30,7 +30,13 @@ from k3train.train.state import State
 
 # How a statistic of several microbatches becomes one of the step; what is not named is averaged.
 SUMMED = ("loss", "z_loss", "accuracy", "mtp_loss", "load", "histogram")
-EXTREMES = {"max_logit": jnp.maximum, "decay_min": jnp.minimum}
+EXTREMES = {
+    "max_logit": jnp.maximum,
+    "decay_min": jnp.minimum,
+    "rank_load": jnp.maximum,
+    "redundant": jnp.maximum,
+    "rounds": jnp.maximum,
+}
 
 
 def _statistic(name: str) -> str:
@@ -50,7 +56,7 @@ def _start(name: str, value: jax.Array) -> jax.Array:
     """The running value before the first microbatch."""
     name = _statistic(name)
     if name in EXTREMES:
-        return jnp.full(value.shape, -jnp.inf if name == "max_logit" else jnp.inf, value.dtype)
+        return jnp.full(value.shape, -jnp.inf if EXTREMES[name] is jnp.maximum else jnp.inf, value.dtype)
     return jnp.zeros(value.shape, value.dtype)
 
 

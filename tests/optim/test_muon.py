@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from k3train.optim.config import MuonConfig
-from k3train.optim.muon import join_heads, muon, split_heads
+from k3train.optim.heads import join_heads, split_heads
+from k3train.optim.muon import muon
 
 CFG = MuonConfig(dtype="float32")
 LR = 0.02

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
 from rich.console import Console
 
 from k3train.models.param import ParamSpec
@@ -16,6 +15,8 @@ from k3train.optim.ema import init_ema, update_ema
 from k3train.optim.groups import group_table, render
 from k3train.optim.optimizer import Optimizer
 from k3train.parallel.axes import param_shardings, replicated
+from k3train.parallel.config import MeshConfig
+from k3train.parallel.mesh import build_mesh
 
 MATRIX = ParamSpec(("embed", "heads"), group="muon", decay=True)
 QUERY = ParamSpec(("embed", "heads"), group="muon", heads=2, decay=True)
@@ -90,15 +91,16 @@ class Battery:
         assert sum(x.size for x in jax.tree.leaves(state)) >= per_array
 
     def test_equal_on_four_devices(self):
-        mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+        mesh = build_mesh(MeshConfig(replica=2, fsdp=2))
         opt, params, grads = Optimizer(self.cfg, SPECS), draw(1), draw(2)
         state = opt.init(params)
         want = self.step()(grads, state, params, jnp.float32(1), 10.0)
         shardings = param_shardings(mesh, params, SPECS)
         state_shardings = opt.arrange(shardings, replicated(mesh))
         placed = jax.device_put(params, shardings)
-        got = self.step()(jax.device_put(grads, shardings), jax.device_put(state, state_shardings), placed,
-                          jnp.float32(1), 10.0)  # fmt: skip
+        with jax.set_mesh(mesh):
+            got = self.step()(jax.device_put(grads, shardings), jax.device_put(state, state_shardings), placed,
+                              jnp.float32(1), 10.0)  # fmt: skip
         allclose(got, want, self.tolerance)
         assert not shardings["period"][0]["q"].is_fully_replicated
         for tree, expected in ((got[0], shardings), (got[1], state_shardings)):

@@ -17,6 +17,7 @@ from k3train.parallel.axes import (
     batch_sharding,
     param_shardings,
     partition,
+    refuse_replicated,
     render,
     replicated,
     sharding_report,
@@ -140,5 +141,9 @@ def test_report():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(list(rows.values())))
     assert "replicated" in console.export_text()
+    refuse_replicated(list(rows.values()), 3)
+    with pytest.raises(UserError, match=r"prefix.\*.odd \[513x1025\], 2 MiB") as error:
+        refuse_replicated(list(rows.values()), 1)
+    assert error.value.exit_code == 32
     whole = {row.name: row.note for row in sharding_report(mesh(replica=4, fsdp=1), PARAMS, SPECS)}
     assert set(whole.values()) == {""}  # without fsdp replication is what was asked for

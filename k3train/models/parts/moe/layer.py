@@ -15,12 +15,14 @@ from k3train.kernels.config import KernelsConfig
 from k3train.kernels.quantile_histogram.api import histogram
 from k3train.models.param import Buffer, matrix
 from k3train.models.parts.ffn.config import ActivationConfig
-from k3train.models.parts.ffn.layer import FFN
+from k3train.models.parts.ffn.layer import FFN, glu
 from k3train.models.parts.moe.config import MoEConfig
 from k3train.models.parts.moe.experts import Matrices, routed_experts
 from k3train.models.parts.norm.layer import RMSNorm
 from k3train.models.parts.router.layer import Routing, route
-from k3train.parallel.activations import ROWS, TOKENS, hidden, names, on_each_device, sequence, split
+from k3train.parallel.activations import ALL_AXES, ROWS, TOKENS, axis_size, enter, leave, names, on_each_device, split
+from k3train.parallel.moonep.config import Options
+from k3train.parallel.moonep.routed import routed
 
 
 class MoE(nnx.Module):
@@ -35,10 +37,12 @@ class MoE(nnx.Module):
         init_std: float,
         kernels: KernelsConfig,
         balance_bins: int,
+        moonep: Options = Options(),
         *,
         rngs: nnx.Rngs,
     ):
-        self.cfg, self.activation, self.kernels, self.balance_bins = cfg, activation, kernels, balance_bins
+        self.cfg, self.activation, self.kernels = cfg, activation, kernels
+        self.balance_bins, self.moonep = balance_bins, moonep
         experts, latent, width = cfg.num_experts, cfg.expert_width(hidden), cfg.intermediate_size
         outer = "embed" if cfg.latent_size is None else "latent"
         self.router = matrix(rngs, (hidden, experts), init_std, ("embed", None))
@@ -63,8 +67,10 @@ class MoE(nnx.Module):
 
         Returns:
           (y [B, T, D] in the dtype of ``x``, stats without gradient: ``load`` [E] int32 assignments,
-          ``router_entropy`` mean entropy in nats of the scores normalised over experts, and, with
-          ``balance_bins``, ``histogram`` [E, bins] int32).
+          ``router_entropy`` mean entropy in nats of the scores normalised over experts, with
+          ``balance_bins`` ``histogram`` [E, bins] int32, and, with experts spread over the mesh, of all groups of ranks
+          the largest ``rank_load`` (before levelling, over the mean), ``redundant`` (experts of a rank) and
+          ``rounds``, float32).
         """
         cfg = self.cfg
         z = x @ self.latent_down[...].astype(x.dtype) if cfg.latent_size is not None else x
@@ -72,10 +78,11 @@ class MoE(nnx.Module):
             segment_ids = jnp.ones(x.shape[:2], jnp.int32)
         where = split(x.shape, (ROWS, TOKENS))
         here, whole = P(*where, None), P()
+        spread = P("expert") if axis_size("expert") > 1 else whole
         y, stats = on_each_device(
             partial(self._routed, axes=names(where[0]) + names(where[1])),
             (x, z, segment_ids, self.router[...], self.router_bias[...], (self.w1[...], self.w3[...], self.w2[...])),
-            (here, here, where, whole, whole, whole),
+            (here, here, where, whole, whole, spread),
             (here, whole),
         )
         if cfg.latent_size is not None:
@@ -83,7 +90,7 @@ class MoE(nnx.Module):
             y = (self.latent_norm(y) if cfg.latent_norm else y).astype(x.dtype) @ self.latent_up[...].astype(x.dtype)
         y = y.astype(x.dtype)
         if cfg.num_shared:
-            y = y + hidden(self.shared(sequence(x)))
+            y = y + leave(self.shared(enter(x)))
         return y, stats
 
     def _routed(
@@ -102,8 +109,23 @@ class MoE(nnx.Module):
         flat, valid = x.reshape(-1, x.shape[-1]), segment_ids.reshape(-1) != 0
         routing = route(flat, router, bias, cfg.router, cfg.top_k)
         rows = z.reshape(-1, z.shape[-1])
-        y = routed_experts(rows, routing.ids, routing.weights, matrices, self.activation, self.kernels)
-        return y.reshape(*z.shape[:2], -1), self._stats(routing, valid, bias, axes)
+        stats = self._stats(routing, valid, bias, axes)
+        if axis_size("expert") == 1:
+            y = routed_experts(rows, routing.ids, routing.weights, matrices, self.activation, self.kernels)
+        else:
+            y, done = routed(
+                rows,
+                routing.ids,
+                routing.weights,
+                matrices,
+                axis="expert",
+                activation=partial(glu, activation=self.activation),
+                options=self.moonep,
+                implementation=self.kernels.grouped_matmul,
+                block=self.kernels.grouped_matmul_block,
+            )
+            stats |= _of_all_ranks(done)
+        return y.reshape(*z.shape[:2], -1), stats
 
     def _stats(
         self, routing: Routing, valid: jax.Array, bias: jax.Array, axes: tuple[str, ...]
@@ -123,3 +145,14 @@ class MoE(nnx.Module):
             sums = jax.lax.psum(sums, axes)
         entropy, tokens = sums.pop("entropy"), sums.pop("tokens")
         return {**sums, "router_entropy": entropy / jnp.maximum(tokens, 1)}
+
+
+def _of_all_ranks(done: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What levelling the ranks took (``moonep/routed.py``), the largest over the mesh."""
+    load = done["load_before"].astype(jnp.float32)
+    most = {
+        "rank_load": jnp.max(load) / jnp.mean(load),
+        "redundant": jnp.max(done["redundant_experts"]).astype(jnp.float32),
+        "rounds": done["rounds"].astype(jnp.float32),
+    }
+    return jax.lax.pmax(jax.lax.stop_gradient(most), [name for name in ALL_AXES if axis_size(name) > 1])
