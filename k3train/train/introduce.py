@@ -9,6 +9,8 @@ from k3train.optim.groups import group_table
 from k3train.optim.groups import render as render_groups
 from k3train.parallel.axes import render as render_shards
 from k3train.parallel.axes import sharding_report
+from k3train.parallel.moonep import report
+from k3train.parallel.moonep.config import resolve, weigh
 from k3train.train.assembly import Assembly
 
 
@@ -35,4 +37,17 @@ def introduce(parts: Assembly, console: Console) -> None:
     params = parts.factory.abstract["params"]
     if parts.mesh.size > 1:
         console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
+    if parts.mesh.shape["expert"] > 1 and exp.model.moe is not None:
+        console.print(_transports(parts))
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
+
+
+def _transports(parts: Assembly) -> Table:
+    """How tokens travel to their experts, and what ``auto`` weighs."""
+    exp, moe = parts.exp, parts.exp.model.moe
+    assert moe is not None
+    ranks = parts.mesh.shape["expert"]
+    tokens = exp.train.global_batch // exp.train.accumulation * exp.data.sequence_length // parts.mesh.size
+    sizes = (ranks, moe.top_k, tokens, moe.expert_width(exp.model.hidden_size), parts.compute_dtype.itemsize)
+    options = exp.moonep.options
+    return report.render(resolve(options, *sizes), weigh(*sizes, options.capacity)[1])

@@ -30,6 +30,7 @@ from k3train.run.supervision import Stopped, Supervision
 from k3train.train.anomalies import AnomalyLog
 from k3train.train.assembly import assemble, open_data
 from k3train.train.begin import agree, begin
+from k3train.train.check_experts import check_experts
 from k3train.train.evaluate import Evaluator
 from k3train.train.introduce import introduce
 from k3train.train.memory import out_of_memory
@@ -249,6 +250,8 @@ class Run:
                 local = self.next_batch()
                 profiler.before(step + 1)
                 batch = Batch(*map(self.feed, local))
+                if self.exp.moonep.check and step == self.first:
+                    self.say(self.watch.aside(self.on_mesh, check_experts, self.parts, self.state, batch))
                 self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
                 self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
                 step = self.phases.step = step + 1

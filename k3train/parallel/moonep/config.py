@@ -29,6 +29,8 @@ class Options(NamedTuple):
     """Foreign experts a rank has room for at a time; a plan that needs more runs in rounds."""
     capacity: int | None = None
     """Rows of a pair in one phase of ``padded``; none takes :func:`default_capacity`."""
+    everywhere: bool = False
+    """All experts on every rank, and no token travels: what the others are checked against."""
 
 
 class Weighed(NamedTuple):

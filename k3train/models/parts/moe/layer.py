@@ -78,7 +78,7 @@ class MoE(nnx.Module):
             segment_ids = jnp.ones(x.shape[:2], jnp.int32)
         where = split(x.shape, (ROWS, TOKENS))
         here, whole = P(*where, None), P()
-        spread = P("expert") if axis_size("expert") > 1 else whole
+        spread = P("expert") if self._travels() else whole
         y, stats = on_each_device(
             partial(self._routed, axes=names(where[0]) + names(where[1])),
             (x, z, segment_ids, self.router[...], self.router_bias[...], (self.w1[...], self.w3[...], self.w2[...])),
@@ -92,6 +92,10 @@ class MoE(nnx.Module):
         if cfg.num_shared:
             y = y + leave(self.shared(enter(x)))
         return y, stats
+
+    def _travels(self) -> bool:
+        """Whether experts are spread over the mesh."""
+        return axis_size("expert") > 1 and not self.moonep.everywhere
 
     def _routed(
         self,
@@ -110,7 +114,7 @@ class MoE(nnx.Module):
         routing = route(flat, router, bias, cfg.router, cfg.top_k)
         rows = z.reshape(-1, z.shape[-1])
         stats = self._stats(routing, valid, bias, axes)
-        if axis_size("expert") == 1:
+        if not self._travels():
             y = routed_experts(rows, routing.ids, routing.weights, matrices, self.activation, self.kernels)
         else:
             y, done = routed(
