@@ -52,8 +52,8 @@ def initialize(environ: Mapping[str, str] | None = None, peer_timeout_s: float =
     count, process = _number(environ, NUM_PROCESSES), _number(environ, PROCESS_ID)
     if not 0 <= process < count:
         raise UserError(f"{PROCESS_ID}={process} must lie in 0..{count - 1} ({NUM_PROCESSES}={count})")
-    # On CPU, programs that do not wait for each other run side by side, and their collectives then meet in another order
-    # on another process (seen: hashes of sharded arrays beside a step). A GPU's stream keeps the order.
+    # On CPU, programs that do not wait for each other run side by side, and their collectives then meet in another
+    # order on another process (seen: hashes of sharded arrays beside a step). A GPU's stream keeps the order.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with _without_proxies():
         jax.distributed.initialize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from k3train.kernels.grouped_matmul import blocked
-from k3train.kernels.grouped_matmul.api import grouped_matmul
+from k3train.kernels.grouped_matmul.api import gradients, grouped_matmul
 from k3train.kernels.grouped_matmul.permute import block_rows, combine, dispatch, plan
 from k3train.kernels.grouped_matmul.specs import BFLOAT16, BLOCKS, SKEWS, SMALL, TOLERANCE, choices
 
@@ -98,6 +98,20 @@ def test_bfloat16_sums_are_wide():
         assert got.dtype == jnp.bfloat16
         error = np.linalg.norm(np.asarray(got, np.float32) - np.asarray(want))
         assert error <= BFLOAT16 * np.linalg.norm(np.asarray(want))
+
+
+def test_gradients_by_themselves_leave_the_weights_sum_unrounded():
+    rng = np.random.default_rng(4)
+    rows, dy = (jnp.asarray(rng.normal(size=(64, width)), jnp.bfloat16) for width in (8, 4))
+    weights, expert = jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.bfloat16), jnp.asarray([0, 0, 2, 2], jnp.int32)
+    (d_rows, d_weights), (want_rows, want) = (gradients(rows, weights, expert, dy, implementation=form)
+                                              for form in ("blocked", "reference"))  # fmt: skip
+    assert d_weights.dtype == want.dtype == jnp.float32 and d_rows.dtype == want_rows.dtype == jnp.bfloat16
+    np.testing.assert_allclose(d_weights, want, rtol=1e-5, atol=1e-5)
+    assert np.any(d_weights != d_weights.astype(jnp.bfloat16).astype(jnp.float32))
+    _, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, expert), rows, weights)
+    for got, wanted in zip(pull(dy), (d_rows, d_weights.astype(jnp.bfloat16)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_block_rows_follow_the_mean_group():

@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 
 from k3train.kernels.grouped_matmul import blocked, reference
+from k3train.kernels.numerics import wide
 
 
 def grouped_matmul(
@@ -38,3 +39,30 @@ def grouped_matmul(
             return reference.grouped_matmul(rows, weights, block_expert)
         case "auto" | "blocked":
             return blocked.grouped_matmul(rows, weights, block_expert)
+
+
+def gradients(
+    rows: jax.Array,
+    weights: jax.Array,
+    block_expert: jax.Array,
+    dy: jax.Array,
+    *,
+    implementation: Literal["auto", "blocked", "reference"] = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Both gradients of :func:`grouped_matmul`, that of the weights as it was summed: wide.
+
+    Args:
+      rows, weights, block_expert: as there.
+      dy: [P, M], of the result.
+
+    Returns:
+      (of the rows [P, L] in their dtype, of the weights [E, L, M] wide).
+    """
+    match implementation:
+        case "reference":
+            wide_weights = wide(weights)
+            _, pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, block_expert), wide(rows), wide_weights)
+            d_rows, d_weights = pull(wide(dy))
+            return d_rows.astype(rows.dtype), d_weights
+        case "auto" | "blocked":
+            return blocked.gradients(rows, weights, block_expert, dy)

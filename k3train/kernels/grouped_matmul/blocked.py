@@ -64,6 +64,14 @@ def _forward(rows, weights, block_expert):
 
 def _backward(saved, dy):
     rows, weights, block_expert = saved
+    d_rows, d_weights = gradients(rows, weights, block_expert, dy)
+    return d_rows, d_weights.astype(weights.dtype), None
+
+
+def gradients(
+    rows: jax.Array, weights: jax.Array, block_expert: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See :func:`k3train.kernels.grouped_matmul.api.gradients`."""
     blocks = block_expert.shape[0]
     chunk = _chunk(blocks, weights)
     d_rows = _each_block(dy, weights, block_expert, "gbm,glm->gbl")
@@ -79,7 +87,7 @@ def _backward(saved, dy):
         total = step(total, jax.tree.map(lambda x: x[0], xs))[0]
     else:
         total = jax.lax.scan(step, total, xs)[0]
-    return d_rows, total.astype(weights.dtype), None
+    return d_rows, total
 
 
 grouped_matmul.defvjp(_forward, _backward)

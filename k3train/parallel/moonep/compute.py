@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from k3train.kernels.grouped_matmul.api import grouped_matmul
+from k3train.kernels.grouped_matmul.api import gradients, grouped_matmul
 from k3train.kernels.numerics import wide
 from k3train.parallel.moonep.layout import Layout
 
@@ -53,14 +53,16 @@ class Experts(NamedTuple):
           (of the rows [P, L], of the weights [P] wide, of the matrices, wide).
         """
         w1, w3, w2 = matrices
-        gate, pull_gate = jax.vjp(lambda x, w: self.multiply(x, w, layout), rows, w1)
-        up, pull_up = jax.vjp(lambda x, w: self.multiply(x, w, layout), rows, w3)
+        gate, up = self.multiply(rows, w1, layout), self.multiply(rows, w3, layout)
         inner, pull_activation = jax.vjp(self.activation, gate, up)
         weighted = (wide(inner) * weight[:, None]).astype(inner.dtype)
-        _, pull_down = jax.vjp(lambda x, w: self.multiply(x, w, layout), weighted, w2)
-        d_inner, d_w2 = pull_down(d_out)  # [P, M] w2^T dy, not weighted yet
+        d_inner, d_w2 = self._pull(weighted, w2, d_out, layout)  # [P, M] w2^T dy, not weighted yet
         d_weight = jnp.sum(wide(inner) * wide(d_inner), axis=1)
         d_gate, d_up = pull_activation((wide(d_inner) * weight[:, None]).astype(inner.dtype))
-        from_gate, d_w1 = pull_gate(d_gate)
-        from_up, d_w3 = pull_up(d_up)
-        return from_gate + from_up, d_weight, (wide(d_w1), wide(d_w3), wide(d_w2))
+        from_gate, d_w1 = self._pull(rows, w1, d_gate, layout)
+        from_up, d_w3 = self._pull(rows, w3, d_up, layout)
+        return from_gate + from_up, d_weight, (d_w1, d_w3, d_w2)
+
+    def _pull(self, rows: jax.Array, matrix: jax.Array, dy: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+        """Gradients of :meth:`multiply`; of the matrix wide, so that it is rounded at its home only."""
+        return gradients(rows, matrix, layout.block_expert, dy, implementation=self.implementation)
