@@ -15,6 +15,8 @@ from k3train.checkpoint.layout import FOLDER, scan
 from k3train.parallel.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 STEPS, EVERY = 40, 5
+DAMAGED = "damaged.txt"
+"""Beside a run's folder: the checkpoints that were damaged."""
 DAMAGES = ("flip", "cut", "remove", "empty")
 
 # One layer of each kind: an attempt spends its time compiling.
@@ -130,9 +132,16 @@ def good_steps(run: Path) -> list[int]:
 
 
 def saved_hashes(run: Path) -> dict[int, str]:
-    """Hash of the state in each checkpoint, by step."""
+    """Hash of the state in each checkpoint, by step; those that :func:`damage` damaged are none, found out or not."""
     entries = scan(epath.Path(run) / FOLDER)
-    return {entry.step: entry.manifest["state_hash"]["all"] for entry in entries if entry.status == "complete"}
+    complete = [entry for entry in entries if entry.status == "complete"]
+    known = (run.parent / DAMAGED).read_text().split() if (run.parent / DAMAGED).exists() else []
+    return {entry.step: entry.manifest["state_hash"]["all"] for entry in complete if _identity(entry.path) not in known}
+
+
+def _identity(folder: epath.Path | Path) -> str:
+    """A folder's name, and what tells it from a later one of the same name."""
+    return f"{folder.name}:{Path(str(folder)).stat().st_ino}"
 
 
 def final_hash(run: Path) -> str:
@@ -155,6 +164,8 @@ def damage(run: Path, step: int, rng: random.Random) -> str:
     folder = next(
         Path(str(e.path)) for e in reversed(scan(epath.Path(run) / FOLDER)) if e.step == step and e.status == "complete"
     )
+    with (run.parent / DAMAGED).open("a") as notes:
+        notes.write(f"{_identity(folder)}\n")
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     victim = rng.choice([path for path in files if path.stat().st_size > 0])
     match how:
