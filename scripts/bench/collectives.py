@@ -1,0 +1,121 @@
+"""What a training step moves and multiplies on a mesh, from the program compiled for it; no such devices are needed.
+
+    python scripts/bench/collectives.py configs/experiments/k3_400m.yaml --target h200 --devices 8 mesh.fsdp=8
+
+Prints one line for each kind of collective and mesh axis: how often a step does it (loops included), bytes that leave a
+device, and the time they take at the link's rate; then FLOPs of the step's dots, and the same account of the optimizer
+alone. ``--target h200`` needs jax-cuda13-plugin and a ptxas (programs of the same jaxlib compile without a GPU);
+``--target cpu`` compiles for forced CPU devices.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LINKS = {"h200": 450e9 / 2, "cpu": 1e9}
+"""Bytes a second that leave a device in one direction, at half of NVLink's published rate (two H200 measured 224 to 336
+GB/s by collective, docs/log.md)."""
+H200 = """gpu_device_info { cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
+shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200" """
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--target", choices=("h200", "cpu"), default="h200")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+ARGS = arguments()
+os.environ["JAX_PLATFORMS"] = "cpu"
+if ARGS.target == "cpu":
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ARGS.devices}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from k3train.config.load import load  # noqa: E402
+from k3train.experiment import Experiment  # noqa: E402
+from k3train.parallel.census import Census, census  # noqa: E402
+from k3train.parallel.mesh import build_mesh  # noqa: E402
+from k3train.train.assembly import Assembly, assemble  # noqa: E402
+from k3train.train.step import compile_step  # noqa: E402
+
+
+def devices() -> list[Any]:
+    """As many of the target, which need not exist; eight a host."""
+    if ARGS.target == "cpu":
+        return jax.devices()[: ARGS.devices]
+    hosts = max(1, ARGS.devices // 8)
+    shape = f"1x{hosts}x{ARGS.devices // hosts}"
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology=shape)
+    return list(topology.devices)
+
+
+def compile_update(parts: Assembly) -> Any:
+    """The optimizer alone, as the step calls it."""
+    abstract = parts.factory.abstract
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update(grads, opt, params, tokens):
+        return parts.optimizer.update(grads, opt, params, tokens, parts.total_tokens)[:2]
+
+    shardings = parts.factory.shardings
+    whole = jax.jit(update, donate_argnums=(1, 2), out_shardings=(shardings["params"], shardings["opt"]))
+    return whole.lower(abstract["params"], abstract["opt"], abstract["params"], scalar).compile()
+
+
+def account(name: str, compiled: Any, seconds: float, mesh: dict[str, int], console: Console) -> dict[str, Any]:
+    """Prints one program's account; the same as JSON."""
+    found: Census = census(compiled.as_text(), mesh)
+    memory = compiled.memory_analysis()
+    peak = getattr(memory, "peak_memory_in_bytes", 0) / 2**30
+    table = Table(
+        title=f"{name}: compiled in {seconds:.0f} s, peak {peak:.2f} GiB, dots {found.flops:.4g} FLOP a device"
+    )
+    for column in ("collective", "axes", "times", "GB a device", "ms at the link's rate"):
+        table.add_column(column, justify="left" if column in ("collective", "axes") else "right")
+    for row in found.moved:
+        gigabytes = row.bytes / 1e9
+        table.add_row(row.kind, " ".join(row.axes), f"{row.times:,}", f"{gigabytes:.4f}",
+                      f"{1e3 * row.bytes / LINKS[ARGS.target]:.2f}")  # fmt: skip
+    console.print(table)
+    return {"compile_s": seconds, "peak_gib": peak, "flops": found.flops, "moved": [r._asdict() for r in found.moved]}
+
+
+def main() -> int:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    exp: Experiment = load(ARGS.config, ARGS.overrides, Experiment).experiment
+    parts = assemble(exp, build_mesh(exp.mesh, devices()))
+    mesh, out = dict(parts.mesh.shape), {}
+    console.print(f"{ARGS.devices} x {ARGS.target}: {mesh}, {parts.step_tokens:,} tokens a step")
+    with jax.set_mesh(parts.mesh):
+        for name, make in (("step", compile_step), ("optimizer", compile_update)):
+            began = time.perf_counter()
+            compiled = make(parts)
+            out[name] = account(name, compiled, time.perf_counter() - began, mesh, console)
+    step, update = (out[name]["flops"] for name in ("step", "optimizer"))
+    sums = [sum(row["bytes"] for row in out[name]["moved"]) for name in ("step", "optimizer")]
+    share = f"{update / step:.1%} of the step's dot FLOPs and {sums[1] / max(sums[0], 1):.1%} of its bytes"
+    console.print(f"the optimizer has {share}")
+    if ARGS.json:
+        ARGS.json.write_text(json.dumps({"mesh": mesh, "tokens": parts.step_tokens, **out}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
