@@ -116,7 +116,8 @@ class PeerWatch:
             return
         self._number += 1
         self._notes.set(f"beat/{self.process}", json.dumps(self._sign()))
-        if self._notes.stop_notice():
+        # Who got the signal may be gone before the runtime has told anybody of it.
+        if self._notes.stop_notice() or self._notes.get("stop"):
             self.on_stop(self.stop_name())
         failed = self._notes.get("failed")
         if failed is not None:

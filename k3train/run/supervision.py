@@ -8,6 +8,7 @@ it.
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -32,6 +33,7 @@ from k3train.run.watchdog import Watchdog
 
 STACKS, PROCESSES, FIRST_FAILURE = "stacks", "processes", "first_failure.json"
 _PATIENCE_S = 5.0  # a stop that is pending for longer is answered wherever the process is
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
 _RECORD_S = 10.0  # for the last records: storage may be what is stuck
 _AT_ONCE_S = 2.0  # the same, where a user waits for it
 _STATUS_S, _PROCESS_S = 5.0, 15.0
@@ -191,7 +193,7 @@ class Supervision:
             if self._folder is not None:
                 self._folder.end_attempt(code, reason, self.phases.step)
             return
-        if not isinstance(error, UserError) and type(error).__module__.startswith("jax"):
+        if of_the_runtime(error):
             # A collective breaks at once when a process goes; who went is known a little later, and ends this one too.
             time.sleep(self._patience_s)
         self.peers.on_failure = self._write_first_failure
@@ -306,6 +308,13 @@ class Supervision:
                 write_whole(path, json.dumps(failure, indent=1) + "\n")
 
         _within(_RECORD_S, write)
+
+
+def of_the_runtime(error: BaseException) -> bool:
+    """Whether XLA raised it, as where a collective breaks: an error of JAX's, or a ValueError with a status's name."""
+    return type(error).__module__.startswith("jax") or (
+        isinstance(error, ValueError) and bool(_STATUS.match(str(error)))
+    )
 
 
 def describe(failure: Failure) -> str:

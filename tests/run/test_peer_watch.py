@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from k3train.run import peer_watch as module
 from k3train.run.peer_watch import PeerWatch, born, reachable
 from k3train.run.phases import Phases
+from k3train.run.supervision import of_the_runtime
 
 
 class Notes:
@@ -167,9 +169,11 @@ def test_a_stop_is_told_with_the_signal_that_asked_for_it(three, monkeypatch):
     heard = []
     watches[0].on_stop = heard.append
     watches[0].beat()
+    assert heard == ["SIGUSR2"]  # process 1 may be gone before the runtime tells of it
     notes.stopped = True
-    watches[0].beat()
-    assert heard == ["SIGUSR2"]
+    watches[2].on_stop = heard.append
+    watches[2].beat()
+    assert heard == ["SIGUSR2", "SIGUSR2"]
     notes.kept.pop("stop")
     assert watches[0].stop_name() == "SIGTERM"
 
@@ -191,3 +195,16 @@ def test_reachable():
         assert reachable(f"localhost:{server.getsockname()[1]}")
         port = server.getsockname()[1]
     assert not reachable(f"localhost:{port}")
+
+
+@pytest.mark.parametrize(
+    ("error", "want"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: lost"), True),
+        (ValueError("unknown axis"), False),
+        (RuntimeError("UNKNOWN: not of the runtime"), False),
+    ],
+)
+def test_errors_of_the_runtime_wait_for_the_news_of_who_died(error, want):
+    assert of_the_runtime(error) == want
