@@ -1,5 +1,6 @@
 """Looking at checkpoints: what lies in a run, and how two of them differ. The values part imports JAX, nothing else."""
 
+import math
 import time
 from collections.abc import Iterator
 from os import PathLike
@@ -147,24 +148,45 @@ class Distance(NamedTuple):
 
 
 def distances(a: Entry, b: Entry, names: list[str]) -> Iterator[Distance]:
-    """Read arrays of two checkpoints, one pair at a time, onto one device, and compare their values."""
+    """Read arrays of two checkpoints, a few at a time, onto one device, and compare their values."""
     import jax
     import numpy as np
 
-    from k3train.checkpoint.arrays import read_some
+    from k3train.checkpoint.arrays import dotted, read_some
 
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def read(entry: Entry, name: str) -> np.ndarray:
-        dtype, shape = entry.manifest["arrays"][name]
-        tree: Any = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype), sharding=device)
-        for key in reversed(name.split(".")):
-            tree = {key: tree}
-        return np.asarray(jax.tree.leaves(read_some(entry.path, tree))[0]).astype(np.float64)
+    def read(entry: Entry, some: list[str]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name in some:
+            dtype, shape = entry.manifest["arrays"][name]
+            *parents, last = name.split(".")
+            branch = tree
+            for key in parents:
+                branch = branch.setdefault(key, {})
+            branch[last] = jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype), sharding=device)
+        return {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(read_some(entry.path, tree))}
 
+    for some in _portions(a, names):
+        first_of, second_of = read(a, some), read(b, some)
+        for name in some:
+            first, second = (np.asarray(arrays.pop(name)).astype(np.float64) for arrays in (first_of, second_of))
+            size = float(np.linalg.norm(first.ravel()))
+            gap = float(np.linalg.norm((second - first).ravel()))
+            largest = float(np.max(np.abs(second - first), initial=0.0))
+            yield Distance(name, largest, gap / size if size else float("inf") if gap else 0.0)
+
+
+def _portions(entry: Entry, names: list[str], most: int = 1 << 26) -> Iterator[list[str]]:
+    """``names``, in order, in lists of at most ``most`` elements together; to open a checkpoint takes longer than to
+    read a small array."""
+    some, held = [], 0
     for name in names:
-        first, second = read(a, name), read(b, name)
-        size = float(np.linalg.norm(first.ravel()))
-        gap = float(np.linalg.norm((second - first).ravel()))
-        largest = float(np.max(np.abs(second - first), initial=0.0))
-        yield Distance(name, largest, gap / size if size else float("inf") if gap else 0.0)
+        elements = math.prod(entry.manifest["arrays"][name][1])
+        if some and held + elements > most:
+            yield some
+            some, held = [], 0
+        some.append(name)
+        held += elements
+    if some:
+        yield some

@@ -110,9 +110,9 @@ def _verify(args: argparse.Namespace) -> int:
         wanted = max(complete(entries), default=None) if args.step is None else args.step
         entries = [entry for entry in entries if entry.step == wanted][-1:]
         if not entries:
-            raise CheckpointRefused(
-                f"{directory}: no checkpoint" + ("" if args.step is None else f" of step {args.step}")
-            )
+            there = ", ".join(entry.path.name for entry in scan(directory)) or "none"
+            of = "" if args.step is None else f" of step {args.step}"
+            raise CheckpointRefused(f"{directory}: no checkpoint{of}; there: {there}")
     total = sum(file["size"] for entry in entries for file in entry.manifest.get("files", {}).values())
     results = []
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -236,7 +236,8 @@ def _keep(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from rich.table import Table
+    from rich.progress import track
+    from rich.table import Column, Table
 
     from k3train.checkpoint.inspect import compare, distances, find
 
@@ -245,13 +246,17 @@ def _diff(args: argparse.Namespace) -> int:
     for entry in (a, b) if args.values else ():
         if faults := _faults(entry, lambda _: None):
             raise CheckpointRefused(f"{entry.path} is damaged, so its values say nothing: {faults[0]}")
-    far = list(distances(a, b, found.changed)) if args.values else []
+    notes, far = _console(stderr=True), []
+    if args.values:
+        values, quiet = distances(a, b, found.changed), not notes.is_terminal
+        shown = track(values, "reading arrays", len(found.changed), console=notes, transient=True, disable=quiet)
+        far = list(shown)
     if args.json:
         print(json.dumps(found._asdict() | {"values": [distance._asdict() for distance in far]}))
         return 0
     out = _console()
     if found.config:
-        table = Table("key", args.a, args.b, box=None)
+        table = Table(*(Column(title, overflow="fold") for title in ("key", args.a, args.b)), box=None)
         for key, pair in found.config.items():
             table.add_row(key, *map(json.dumps, pair))
         out.print(table)
@@ -260,7 +265,7 @@ def _diff(args: argparse.Namespace) -> int:
     for name, (first, second) in found.reshaped.items():
         out.print(f"{name}: {first[0]} {first[1]}, {second[0]} {second[1]}")
     if far:
-        table = Table("array", "max |difference|", "relative norm", box=None)
+        table = Table(Column("array", overflow="fold"), "max |difference|", "relative norm", box=None)
         for distance in far:
             table.add_row(distance.name, f"{distance.max_abs:.3g}", f"{distance.relative:.3g}")
         out.print(table)
