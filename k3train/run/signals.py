@@ -1,8 +1,8 @@
 """Signals become a wish that the loop reads between its steps. Imports no JAX.
 
 SIGTERM: preempted. SIGHUP: the terminal is gone. SIGUSR2: the time limit comes (a batch system's warning). SIGINT: the
-user; a second one ends the process at once with 130. A thread of its own hears them, so that they are heard while the
-main thread waits in C code.
+user; a second one, later, ends the process at once with 130. A thread of its own hears them, so that they are heard
+while the main thread waits in C code.
 """
 
 import os
@@ -28,6 +28,8 @@ _WORDS = {
     "SIGUSR2": "the time limit comes (SIGUSR2)",
     "SIGINT": "stopped by the user (SIGINT)",
 }
+_ONE_PRESS = 0.1
+"""Seconds within which a second SIGINT is the same one: ``timeout`` and launchers signal a process and its group."""
 
 
 def exit_code(name: str, kept: bool, began: bool = True) -> ExitCode:
@@ -59,6 +61,7 @@ class StopRequest:
         self.at_once: Callable[[], None] = lambda: None
         """Called, from a thread, before a second SIGINT ends the process; must not take long."""
         self._forward, self._interrupts = forward, 0
+        self._interrupted: float | None = None
         self._signals = [signal.SIGINT, signal.SIGUSR2] + ([] if forward else [signal.SIGTERM])
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             self._signals.append(signal.SIGHUP)
@@ -85,6 +88,10 @@ class StopRequest:
     def _receive(self, name: str) -> None:
         self.note(name)
         if name == "SIGINT":
+            now, before = time.monotonic(), self._interrupted
+            self._interrupted = now
+            if before is not None and now - before < _ONE_PRESS:
+                return
             self._interrupts += 1
             if self._interrupts > 1:
                 _say("stopped at once; nothing more was saved")

@@ -89,6 +89,15 @@ with StopRequest() as stop:
     assert time.monotonic() - began < 25
 
 
+def test_an_interrupt_that_comes_twice_at_one_moment_is_one():
+    """``timeout -s INT`` signals its child, then the child's group."""
+    with StopRequest() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)  # apart enough to be heard one by one
+        assert wait_for(lambda: stop) and stop.name == "SIGINT"
+
+
 def test_a_closed_terminal_that_was_to_be_ignored_is_ignored():
     """``nohup k3train ...``."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
