@@ -16,6 +16,8 @@ from k3train.config.yaml_reader import Node
 
 DEFAULT = "default"
 
+_RENAMED = {"mesh.data": "mesh.replica"}
+
 # Pydantic's type of fault -> what was expected, for those whose own message speaks of Python.
 _EXPECTED = {
     "int_type": "a whole number",
@@ -142,6 +144,8 @@ def _nearest(path: tuple[str | int, ...], schema: type[Section]) -> str:
     section = section_at(schema, parents)
     prefix = "".join(f"{p}." for p in parents)
     valid = list(section.model_fields) if section else []
+    if now := _RENAMED.get(f"{prefix}{name}"):
+        return f"it is called {now} now"
     close = [prefix + match for match in difflib.get_close_matches(str(name), valid, n=3, cutoff=0.6)]
     elsewhere = [key for key in keys(schema) if key.split(".")[-1] == name][:3]
     if close or elsewhere:

@@ -71,7 +71,7 @@ def render(rows: list[GroupRow]) -> Table:
     """The rows as a table for the terminal."""
     table = Table(title="Parameter groups")
     for title in ("group", "blocks", "lr", "decay", "arrays", "elements", "names"):
-        table.add_column(title, justify="left" if title in ("group", "names") else "right")
+        table.add_column(title, justify="left" if title in ("group", "names") else "right", overflow="fold")
     for row in rows:
         names = dict.fromkeys(name.split("*.")[-1] for name in row.names)  # the same part in several segments
         table.add_row(row.group, str(row.heads), f"{row.lr:g}", f"{row.weight_decay:g}", f"{row.arrays:,}",

@@ -143,15 +143,19 @@ def refuse_replicated(rows: list[ShardRow], limit_mib: float) -> None:
 
 
 def render(rows: list[ShardRow]) -> Table:
-    """The rows as a table for the terminal."""
-    table = Table(title="Parameters on the mesh")
-    for title in ("array", "count", "shape", "axes", "split", "MiB a device", "note"):
-        table.add_column(title, justify="right" if title in ("count", "MiB a device") else "left")
+    """The rows as a table for the terminal: a line for all arrays that are cut alike, the largest sum first."""
+    alike: dict[str, list[ShardRow]] = {}
     for row in rows:
-        axes = ", ".join(str(axis) for axis in row.axes)
-        split = ", ".join("+".join(names(entry)) or "-" for entry in row.spec)
-        shape = "x".join(str(size) for size in row.shape)
-        table.add_row(row.name, str(row.arrays), shape, axes, split, f"{row.bytes_a_device / 2**20:.1f}", row.note)
+        parts = zip(row.axes, tuple(row.spec)[len(row.shape) - len(row.axes) :], strict=False)
+        cut = ", ".join(f"{axis} by {'+'.join(names(entry))}" for axis, entry in parts if names(entry))
+        alike.setdefault(row.note or cut or "whole", []).append(row)
+    table = Table(title="Parameters on the mesh")
+    for title in ("cut", "arrays", "MiB a device", "names"):
+        table.add_column(title, justify="right" if title in ("arrays", "MiB a device") else "left", overflow="fold")
+    for cut, members in sorted(alike.items(), key=lambda kv: -sum(row.bytes_a_device for row in kv[1])):
+        size = sum(row.bytes_a_device for row in members) / 2**20
+        named = dict.fromkeys(row.name.split("*.")[-1] for row in members)  # the same part in several segments
+        table.add_row(cut, f"{sum(row.arrays for row in members):,}", f"{size:,.2f}", ", ".join(named))
     return table
 
 

@@ -107,7 +107,7 @@ class Run:
         self.exp, self.folder, self.watch, self.main = exp, folder, watch, main
         self.phases = watch.phases
         self.console = Console(quiet=not main, highlight=False, soft_wrap=True)
-        self.first = 0
+        self.first, self.sampled = 0, False
         kept = read_kept(folder.path) if main and exp.run.determinism == "strict" else None
         self.strict = Strict(coordination.broadcast(kept)) if exp.run.determinism == "strict" else None
         self.saver = Saver(exp, folder, watch.phases, self.say, main)
@@ -352,6 +352,9 @@ class Run:
     def sample(self, step: int) -> None:
         """Lets the model write after each prompt."""
         self.recorder.flush()
+        if not self.sampled and self.exp.sample.prompts:
+            self.say("writing a sample; the first compiles for a while")
+            self.sampled = True
         began = time.monotonic()
         with self.phases.within("sample"):
             for prompt in self.exp.sample.prompts:
