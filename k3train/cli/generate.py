@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from itertools import chain
 
 HELP = "let a run's checkpoint continue a prompt"
 MOST_TOKENS = 1 << 20
@@ -38,24 +39,29 @@ def run(args: argparse.Namespace) -> int:
         if not ok:
             raise UserError(f"{name} must be {range_}", ExitCode.USAGE)
 
+    from rich.console import Console
+
     from k3train.infer.generate import Generator
     from k3train.train.load import load_run
 
-    loaded = load_run(args.run, [], ema=args.ema, say=lambda text: print(text, file=sys.stderr))
-    generator = Generator(
-        loaded.parts.decoder, loaded.parts.tokenizer, loaded.parts.compute_dtype, add_bos=loaded.parts.exp.data.add_bos
-    )
-    ids = generator.stream(
-        loaded.params,
-        loaded.buffers,
-        args.prompt,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
+    console = Console(stderr=True, highlight=False)
+    with console.status("loading, then compiling"):  # shows on a terminal only
+        loaded = load_run(args.run, [], ema=args.ema, say=lambda text: console.print(text, markup=False))
+        parts = loaded.parts
+        generator = Generator(parts.decoder, parts.tokenizer, parts.compute_dtype, add_bos=parts.exp.data.add_bos)
+        ids = generator.stream(
+            loaded.params,
+            loaded.buffers,
+            args.prompt,
+            tokens=args.tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+        )
+        pieces = generator.pieces(ids)
+        first = next(pieces, "")
     sys.stdout.write(args.prompt)
-    for piece in generator.pieces(ids):
+    for piece in chain((first,), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
