@@ -265,7 +265,7 @@ def _diff(args: argparse.Namespace) -> int:
     for name, (first, second) in found.reshaped.items():
         out.print(f"{name}: {first[0]} {first[1]}, {second[0]} {second[1]}")
     if far:
-        table = Table(Column("array", overflow="fold"), "max |difference|", "relative norm", box=None)
+        table = Table(Column("array", overflow="fold", no_wrap=True), "largest difference", "relative norm", box=None)
         for distance in far:
             table.add_row(distance.name, f"{distance.max_abs:.3g}", f"{distance.relative:.3g}")
         out.print(table)

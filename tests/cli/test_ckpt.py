@@ -128,7 +128,7 @@ def test_diff(run, capsys, monkeypatch):
     (values,) = found["values"]
     assert values["name"] == "opt.momentum" and 0.9 < values["max_abs"] < 1.1 and values["relative"] > 0.5
     assert main(["ckpt", "diff", f"{run}@20", f"{run}@25", "--values"]) == 0
-    assert "max |difference|" in capsys.readouterr().out
+    assert "largest difference" in capsys.readouterr().out
     assert main(["ckpt", "diff", f"{run}@20", f"{run}@26"]) == 31
     monkeypatch.chdir(run)
     assert main(["ckpt", "diff", ".@20", "checkpoints@25", "--values"]) == 0
