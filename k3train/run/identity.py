@@ -81,7 +81,9 @@ def refuse(folder: object, changes: Sequence[Change], branching: bool = False) -
 
 def render(changes: Sequence[Change], title: str) -> Table:
     """The changes as a table: key, before, now, class."""
-    table = Table("key", "was", "now", "class", title=title)
+    table = Table(title=title)
+    for name in ("key", "was", "now", "class"):
+        table.add_column(name, overflow="fold")  # long values often differ at their end
     for change in changes:
         table.add_row(change.key, short(change.was), short(change.now), change.drift)
     return table
