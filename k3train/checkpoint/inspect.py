@@ -82,7 +82,7 @@ def age(saved: float | None, now: float | None = None) -> str:
         return f"{days} d {hours} h"
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"
+    return f"{minutes} min" if minutes else f"{seconds} s"
 
 
 def find(text: str) -> Entry:

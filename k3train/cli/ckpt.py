@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from k3train.checkpoint.inspect import age, directory_of, rows
 
@@ -87,7 +87,8 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row._asdict() for row in found]))
         return 0
-    table = Table("step", "kind", "age", "size", "tokens", "eval", "state", "status", box=None)
+    state = Column("state", no_wrap=True)  # half a hash compares nothing
+    table = Table("step", "kind", "age", "size", "tokens", "eval", state, "status", box=None, pad_edge=False)
     for row in found:
         tokens = "" if row.tokens is None else f"{row.tokens:,}"
         score = "" if row.eval is None else f"{row.eval:.4f}"
