@@ -84,7 +84,9 @@ def refuse_changes(config: Iterable[Change], surroundings: Iterable[Change]) -> 
     Raises:
       UserError: versions, flags, devices or the process count differ (exit 33); each is named.
     """
-    found = [f"  {c.key}: was {c.was or '(none)'}, now {c.now or '(none)'}" for c in surroundings if c.key.startswith(_FIXED)]
+    found = [
+        f"  {c.key}: was {c.was or '(none)'}, now {c.now or '(none)'}" for c in surroundings if c.key.startswith(_FIXED)
+    ]
     if found and not any(change.key == "run.determinism" for change in config):
         raise UserError(
             "run.determinism is strict, and these surroundings would give other bits than the ones before:\n"
