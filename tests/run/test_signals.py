@@ -31,6 +31,7 @@ def wait_for(condition, seconds: float = 5.0) -> bool:
     ],
 )
 def test_one_signal(number, code):
+    ours = signal.signal(number, signal.default_int_handler)  # whoever started the tests may ignore it (nohup)
     before, wakeup = signal.getsignal(number), signal.set_wakeup_fd(-1)
     with StopRequest() as stop:
         assert not stop and stop.pending() == 0
@@ -42,6 +43,7 @@ def test_one_signal(number, code):
         assert exit_code(name, kept=False) == ExitCode.PREEMPTED_LOST
     assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(wakeup) == -1
+    signal.signal(number, ours)
 
 
 def test_a_user_who_stops_a_run_that_has_not_begun_loses_nothing():
