@@ -1,5 +1,7 @@
 """The experts that travel against experts that do not, on one batch of a run (``moonep.check``)."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,19 +22,22 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 5e-2
 """Norm of the difference over the norm, of each array's gradient and of the loss, by compute dtype."""
 
 
-def check_experts(parts: Assembly, state: State, batch: Batch) -> str:
+def check_experts(parts: Assembly, state: State, batch: Batch, say: Callable[[str], None]) -> float:
     """Computes loss and gradients both ways; every device needs room for all experts of a layer.
 
     Args:
       parts, state: of the run, its mesh set.
       batch: global.
+      say: hears that it compiles, and the largest difference.
 
     Returns:
-      A line with the largest difference.
+      Seconds that it took.
 
     Raises:
       UserError: exit 1 where they differ by more than rounding.
     """
+    say("moonep.check: compiling the gradients of the first batch both ways")
+    began = time.monotonic()
     worst = jax.device_get(jax.jit(lambda s, b: _differences(parts, s, b))(state, batch))
     where = max(worst, key=lambda path: worst[path])
     tolerance = TOLERANCE[parts.exp.train.compute_dtype]
@@ -40,7 +45,8 @@ def check_experts(parts: Assembly, state: State, batch: Batch) -> str:
     line += f"{worst[where]:.1e} ({where}), allowed {tolerance:.0e}"
     if not worst[where] <= tolerance:
         raise UserError(f"{line}: the experts' tokens do not arrive as they should; please report it", ExitCode.BUG)
-    return line
+    say(line)
+    return time.monotonic() - began
 
 
 def _differences(parts: Assembly, state: State, batch: Batch) -> dict[str, jax.Array]:

@@ -251,7 +251,8 @@ class Run:
                 profiler.before(step + 1)
                 batch = Batch(*map(self.feed, local))
                 if self.exp.moonep.check and step == self.first:
-                    self.check_experts(batch)
+                    check = self.watch.aside(self.on_mesh, check_experts, self.parts, self.state, batch, self.say)
+                    self.recorder.pause(check)
                 self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
                 self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
                 step = self.phases.step = step + 1
@@ -268,13 +269,6 @@ class Run:
                 raise
             self.say(str(error))
             return self.halt(step, ExitCode.DATA_EXHAUSTED, str(error))
-
-    def check_experts(self, batch: Batch) -> None:
-        """Compares experts that travel with such that do not, and says how far they are apart."""
-        self.say("moonep.check: compiling the gradients of the first batch both ways")
-        began = time.monotonic()
-        self.say(self.watch.aside(self.on_mesh, check_experts, self.parts, self.state, batch))
-        self.recorder.pause(time.monotonic() - began)
 
     def next_batch(self) -> Batch:
         """This process's rows of the next batch."""
