@@ -191,7 +191,9 @@ def test_free_keys_are_taken_back_to_the_attempt_that_did_the_step(tmp_path: Pat
                                                            "versions": ["a", "b", "derived"]}},
         {"event": "start", "resumed_step": 20, "changes": {"mesh.replica": [2, 1, "free"]}},
     ]  # fmt: skip
-    (tmp_path / "attempts.jsonl").write_text("\n".join(map(json.dumps, attempts)))
+    (tmp_path / "attempts.jsonl").write_text(
+        "\n".join(json.dumps({"attempt": 1, "time": 0.0} | line) for line in attempts)
+    )
     assert [free_values_at(tmp_path, step) for step in (10, 11, 20, 21)] == [
         ["mesh.replica=4", 'run.determinism="off"'], ["mesh.replica=2"], ["mesh.replica=2"], []
     ]  # fmt: skip
