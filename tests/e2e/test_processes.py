@@ -151,7 +151,7 @@ def test_a_killed_peer_ends_all_and_is_named(folder: Path, victim: int):
     """
     name, gate = f"killed-{victim}", folder / f"killed-{victim}-gate"
     if victim:
-        before, shows = ["", hold(gate, ROWS * 2)], {"step": 3, "phase": "step"}
+        before, shows = ["", hold(gate, ROWS * 2)], {"step": 2, "phase": "step"}
     else:
         before, shows = [NO_COMPILATION + hold(gate, 0)] * 2, {"step": 0}
     with launched(folder, name, 2, before=before) as run:
