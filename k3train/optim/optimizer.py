@@ -12,8 +12,7 @@ from k3train.optim.config import OptimConfig
 from k3train.optim.groups import GROUPS, heads_of, split_groups, weight_decay_of
 from k3train.optim.muon import muon
 from k3train.optim.schedule import lr_factor
-from k3train.parallel.activations import ALL_AXES, axis_size
-from k3train.parallel.axes import partition
+from k3train.parallel.axes import stored
 from k3train.parallel.trees import Path, Tree, flatten, paired, rebuild, unflatten
 
 Metrics = dict[str, jax.Array]
@@ -117,11 +116,9 @@ class Optimizer:
         adamw_grads = {path: grads[path] for path in self.paths["adamw"]}
         momentum = flatten(state["muon"]["momentum"])
         mu, nu = flatten(state["adamw"]["mu"]), flatten(state["adamw"]["nu"])
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = {path: self.axes[path] for path in muon_grads} if axis_size(*ALL_AXES) > 1 else {}
-        stored = {path: partition(mesh, params[path].shape, axes[path]) for path in axes}
+        lies = {path: stored(params[path].shape, self.axes[path]) for path in muon_grads}
         by_muon, momentum = muon(
-            muon_grads, momentum, params, self.heads, self.decay, self.cfg.muon, rates["muon"], stored
+            muon_grads, momentum, params, self.heads, self.decay, self.cfg.muon, rates["muon"], lies
         )
         by_adamw, mu, nu = adamw(
             adamw_grads, mu, nu, state["count"], params, self.decay, self.cfg.adamw, rates["adamw"]

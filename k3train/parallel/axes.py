@@ -9,7 +9,7 @@ from rich.table import Table
 
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
-from k3train.parallel.activations import names
+from k3train.parallel.activations import ALL_AXES, axis_size, names
 from k3train.parallel.config import ROW_AXES
 from k3train.parallel.trees import Path, Spec, Tree, paired, pattern, rebuild
 
@@ -72,6 +72,13 @@ def partition(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str
     while out and out[-1] is None:
         out.pop()
     return PartitionSpec(*out)
+
+
+def stored(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
+    """:func:`partition` on the current mesh; whole without one."""
+    if axis_size(*ALL_AXES) == 1:
+        return PartitionSpec()
+    return partition(jax.sharding.get_abstract_mesh(), shape, axes)
 
 
 def param_shardings(mesh: Mesh, abstract_params: Tree, specs: Tree) -> dict[Any, Any]:

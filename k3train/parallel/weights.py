@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from k3train.parallel.activations import ALL_AXES, axis_size
-from k3train.parallel.axes import MODEL_AXES, partition
+from k3train.parallel.axes import MODEL_AXES, stored
 from k3train.parallel.trees import Tree, paired, rebuild
 
 GATHERED = "gathered"
@@ -29,15 +29,13 @@ def gather_weights(params: Tree, specs: Tree) -> dict[Any, Any]:
     """
     if axis_size(*ALL_AXES) == 1:
         return dict(params)
-    mesh = jax.sharding.get_abstract_mesh()
     flat = {}
     for path, (array, spec) in paired(params, specs).items():
-        stored = partition(mesh, array.shape, spec.axes)
-        used = working(array.shape, spec.axes)
-        if stored == used or "experts" in spec.axes:
+        lies, used = stored(array.shape, spec.axes), working(array.shape, spec.axes)
+        if lies == used or "experts" in spec.axes:
             flat[path] = array
         else:
-            flat[path] = checkpoint_name(_gathered(array, stored, used), GATHERED)
+            flat[path] = checkpoint_name(_gathered(array, lies, used), GATHERED)
     return rebuild(params, flat)
 
 
@@ -54,16 +52,16 @@ def working(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSp
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(array: jax.Array, stored: PartitionSpec, used: PartitionSpec) -> jax.Array:
+def _gathered(array: jax.Array, lies: PartitionSpec, used: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, used)
 
 
-def _forward(array: jax.Array, stored: PartitionSpec, used: PartitionSpec) -> tuple[jax.Array, None]:
-    return _gathered(array, stored, used), None
+def _forward(array: jax.Array, lies: PartitionSpec, used: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gathered(array, lies, used), None
 
 
-def _backward(stored: PartitionSpec, used: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
+def _backward(lies: PartitionSpec, used: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, lies),)
 
 
 _gathered.defvjp(_forward, _backward)

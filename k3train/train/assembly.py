@@ -22,6 +22,7 @@ from k3train.parallel.axes import batch_sharding, refuse_replicated, sharding_re
 from k3train.parallel.config import ROW_AXES
 from k3train.parallel.distributed import Feed
 from k3train.parallel.mesh import build_mesh
+from k3train.parallel.moonep.config import Options
 from k3train.train.state import StateFactory
 
 
@@ -88,8 +89,7 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
             f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
             f"{rows} rows do not divide over the mesh's {ways} shares of a batch; change one of these or mesh"
         )
-    bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
-    decoder = Decoder(exp.model, kernels, remat=exp.train.remat, balance_bins=bins, moonep=exp.moonep.options)
+    decoder = decoder_of(exp, exp.moonep.options)
     optimizer = Optimizer(exp.optim, decoder.specs())
     step_tokens = exp.train.global_batch * exp.data.sequence_length
     steps = exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens)
@@ -109,6 +109,12 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
         total_tokens=steps * step_tokens,
         flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training,
     )
+
+
+def decoder_of(exp: Experiment, moonep: Options) -> Decoder:
+    """The experiment's model, its kernels named already, with experts that travel as ``moonep`` says."""
+    bins = exp.optim.balance.bins if exp.optim.balance.kind == "quantile" else 0
+    return Decoder(exp.model, exp.kernels, remat=exp.train.remat, balance_bins=bins, moonep=moonep)
 
 
 def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:

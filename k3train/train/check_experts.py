@@ -14,7 +14,7 @@ from k3train.data.batch import Batch
 from k3train.models.decoder import Decoder
 from k3train.models.param import compute_copy
 from k3train.parallel.trees import flatten, name
-from k3train.train.assembly import Assembly
+from k3train.train.assembly import Assembly, decoder_of
 from k3train.train.state import State
 from k3train.train.step import gradients
 
@@ -51,9 +51,8 @@ def check_experts(parts: Assembly, state: State, batch: Batch, say: Callable[[st
 
 def _differences(parts: Assembly, state: State, batch: Batch) -> dict[str, jax.Array]:
     """Relative differences by name of the array, and of the loss."""
-    exp, bins = parts.exp, parts.exp.optim.balance.bins if parts.exp.optim.balance.kind == "quantile" else 0
-    still = exp.moonep.options._replace(everywhere=True)
-    other = Decoder(exp.model, exp.kernels, remat=exp.train.remat, balance_bins=bins, moonep=still)
+    exp = parts.exp
+    other = decoder_of(exp, exp.moonep.options._replace(everywhere=True))
     params = compute_copy(state["params"], parts.decoder.specs(), parts.compute_dtype)
 
     def run(decoder: Decoder) -> dict[str, Any]:

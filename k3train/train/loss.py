@@ -13,8 +13,8 @@ from k3train.data.batch import Batch
 from k3train.kernels.config import KernelsConfig
 from k3train.kernels.cross_entropy.api import CrossEntropy, cross_entropy
 from k3train.models.decoder import Decoder
-from k3train.parallel.activations import ALL_AXES, ROWS, TOKENS, axis_size, names, on_each_device, split
-from k3train.parallel.axes import partition
+from k3train.parallel.activations import ROWS, TOKENS, names, on_each_device, split
+from k3train.parallel.axes import stored
 
 TOKEN_BLOCK = 8192
 """Tokens a device scores at a time; with the vocabulary chunk it bounds the logits that live at once."""
@@ -104,10 +104,7 @@ def token_entropy(
       z_loss: weight of logsumexp^2.
     """
     where = split(states.shape, (ROWS, TOKENS))
-    stored = (
-        partition(jax.sharding.get_abstract_mesh(), head.shape, ("embed", None)) if axis_size(*ALL_AXES) > 1 else P()
-    )
-    rows = stored[0] if stored else None
+    rows = next(iter(stored(head.shape, ("embed", None))), None)
     axes = names(rows)
 
     def own(states: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> CrossEntropy:

@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LINKS = {"h200": 450e9 / 2, "cpu": 1e9}
-"""Bytes a second that leave a device in one direction, at half of NVLink's published rate (two H200 measured 224 to 336
-GB/s by collective, docs/log.md)."""
-H200 = """gpu_device_info { cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
-shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200" """
+"""Bytes a second that leave a device in one direction, at half of NVLink's published rate."""
 
 
 def arguments() -> argparse.Namespace:
@@ -44,12 +37,12 @@ if ARGS.target == "cpu":
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from k3train.config.load import load  # noqa: E402
 from k3train.experiment import Experiment  # noqa: E402
+from k3train.parallel import targets  # noqa: E402
 from k3train.parallel.census import Census, census  # noqa: E402
 from k3train.parallel.mesh import build_mesh  # noqa: E402
 from k3train.train.assembly import Assembly, assemble  # noqa: E402
@@ -57,13 +50,8 @@ from k3train.train.step import compile_step  # noqa: E402
 
 
 def devices() -> list[Any]:
-    """As many of the target, which need not exist; eight a host."""
-    if ARGS.target == "cpu":
-        return jax.devices()[: ARGS.devices]
-    hosts = max(1, ARGS.devices // 8)
-    shape = f"1x{hosts}x{ARGS.devices // hosts}"
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="h200", target_config=H200, topology=shape)
-    return list(topology.devices)
+    """As many of the target, which need not exist."""
+    return jax.devices()[: ARGS.devices] if ARGS.target == "cpu" else targets.devices(ARGS.target, ARGS.devices)
 
 
 def compile_update(parts: Assembly) -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 from k3train.kernels.cross_entropy.api import cross_entropy
 from k3train.kernels.cross_entropy.specs import CASES, TOLERANCE
@@ -107,15 +108,7 @@ def test_no_array_holds_all_logits():
             return cross_entropy(hidden, head, targets, mask, **how).loss_sum
 
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, head).jaxpr
-        todo, sizes = [jaxpr], []
-        while todo:
-            jaxpr = todo.pop()
-            for eqn in jaxpr.eqns:
-                sizes += [v.aval.size for v in eqn.outvars]
-                for value in eqn.params.values():
-                    inner = value if isinstance(value, tuple | list) else [value]
-                    todo += [getattr(x, "jaxpr", x) for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-        return max(sizes)
+        return max(v.aval.size for equation in equations(jaxpr) for v in equation.outvars)
 
     assert biggest(implementation="reference") >= tokens * vocab
     assert biggest(chunk=128, token_block=64) <= max(64 * 128, width * vocab, tokens * width)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 from k3train.kernels.kda.api import document_starts, kda
 from k3train.kernels.kda.context import last_ids
@@ -105,18 +106,9 @@ def test_what_travels_does_not_grow_with_the_row():
         jaxpr = jax.make_jaxpr(jax.grad(run))(arrays, np.ones((1, tokens), np.int32))
         return sum(
             int(np.prod(out.aval.shape)) * out.aval.dtype.itemsize
-            for equation in _equations(jaxpr.jaxpr)
+            for equation in equations(jaxpr.jaxpr)
             if equation.primitive.name in ("all_gather", "psum", "ppermute", "reduce_scatter", "all_to_all")
             for out in equation.outvars
         )
 
     assert bytes_at(32) == bytes_at(128) > 0
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)

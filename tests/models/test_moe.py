@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxprs import equations
 
 from k3train.kernels.config import KernelsConfig
 from k3train.models.param import Buffer
@@ -130,12 +131,7 @@ def test_stats_carry_no_gradient():
 
 def primitives(jaxpr):
     """Names of all primitives, in order, those of inner programs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            sub = getattr(sub, "jaxpr", sub)
-            if hasattr(sub, "eqns"):
-                yield from primitives(sub)
+    return [equation.primitive.name for equation in equations(jaxpr)]
 
 
 def test_rematerialisation_keeps_the_routing():
@@ -147,7 +143,7 @@ def test_rematerialisation_keeps_the_routing():
         return jax.grad(lambda p: jnp.sum(run(p, x) ** 2))
 
     def count(policy):
-        names = list(primitives(jax.make_jaxpr(gradient(policy))(params).jaxpr))
+        names = primitives(jax.make_jaxpr(gradient(policy))(params).jaxpr)
         return {name: names.count(name) for name in ("top_k", "sort")}
 
     keep = jax.checkpoint_policies.save_only_these_names("routing")
@@ -193,7 +189,7 @@ def test_four_devices_equal_one():
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("replica", "fsdp")))
     with jax.set_mesh(mesh):
         got = jax.jit(run, in_shardings=(None, rows, rows))(params, x, ids)
-        names = list(primitives(jax.make_jaxpr(run)(params, x, ids).jaxpr))
+        names = primitives(jax.make_jaxpr(run)(params, x, ids).jaxpr)
     assert names.count("shard_map") >= 1 and names.count("top_k") == names.count("sort") == 1
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)

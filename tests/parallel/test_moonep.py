@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import moonep_cases
 import numpy as np
 import pytest
+from jaxprs import equations
 from moonep_cases import (
     EXPERTS,
     INNER,
@@ -106,16 +107,6 @@ def test_eight_ranks():
     for one in found:
         check(one)
     assert max(one["stats"]["rounds"] for one in found) > 1
-
-
-def equations(jaxpr):
-    """All equations, those of inner programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.fixture(scope="module", params=["gather", "padded", "ragged"])

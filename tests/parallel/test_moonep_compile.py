@@ -13,24 +13,13 @@ import pytest
 WORKER = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from k3train.parallel.moonep.config import Options
 from k3train.parallel.moonep.routed import routed
+from k3train.parallel.targets import devices
 
 kind, ranks, transport = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-H200 = '''gpu_device_info { cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
-shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-shared_memory_per_block_optin: 232448 registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"'''
-if kind == "h200":
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=H200, topology=f"1x1x{ranks}")
-else:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=f"v5p:2x2x{ranks // 4}")
-mesh = Mesh(np.asarray(topology.devices), ("expert",))
+mesh = Mesh(np.asarray(devices(kind, ranks)), ("expert",))
 tokens, top_k, experts, width, inner = 1024, 8, 8 * ranks, 256, 128
 sharded = NamedSharding(mesh, P("expert"))
 def shape(*size, dtype=jnp.float32):

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from k3train.kernels.embedding.api import lookup
 from k3train.models.param import normal, param
-from k3train.parallel.activations import ALL_AXES, ROWS, TOKENS, axis_size, names, on_each_device, split
-from k3train.parallel.axes import partition
+from k3train.parallel.activations import ROWS, TOKENS, names, on_each_device, split
+from k3train.parallel.axes import stored
 
 AXES = ("vocab", "embed")
 
@@ -26,10 +26,9 @@ class Embedding(nnx.Module):
 
         On a mesh the table stays cut along D: ids travel to its parts, and parts of vectors come back.
         """
-        table, axes = self.table[...], ()
-        if axis_size(*ALL_AXES) > 1:
-            stored = partition(jax.sharding.get_abstract_mesh(), table.shape, AXES)
-            axes = names(stored[1]) if len(stored) > 1 else ()
+        table = self.table[...]
+        lies = stored(table.shape, AXES)
+        axes = names(lies[1]) if len(lies) > 1 else ()
         where = split(tokens.shape, (ROWS, TOKENS))
         look = partial(_look_up, axes=axes)
         return on_each_device(look, (table, tokens), (P(None, axes or None), where), P(*where, None))
