@@ -5,6 +5,7 @@ A launcher sets the four variables; nothing is guessed from a scheduler's enviro
 
 import math
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,8 @@ def initialize(environ: Mapping[str, str] | None = None, peer_timeout_s: float =
       peer_timeout_s: seconds without a sign of life after which a process counts as dead.
 
     Raises:
-      UserError: some of the variables but not all, or values that make no sense (exit 30).
+      UserError: some of the variables but not all, or values that make no sense, or process 0's port is in use
+        (exit 30).
     """
     environ = os.environ if environ is None else environ
     needed = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
@@ -52,6 +54,9 @@ def initialize(environ: Mapping[str, str] | None = None, peer_timeout_s: float =
     count, process = _number(environ, NUM_PROCESSES), _number(environ, PROCESS_ID)
     if not 0 <= process < count:
         raise UserError(f"{PROCESS_ID}={process} must lie in 0..{count - 1} ({NUM_PROCESSES}={count})")
+    port = _port(environ)
+    if process == 0:
+        _refuse_taken(port)
     # On CPU, programs that do not wait for each other run side by side, and their collectives then meet in another
     # order on another process (seen: hashes of sharded arrays beside a step). A GPU's stream keeps the order.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -132,6 +137,27 @@ def coordinator_address() -> str:
 def service() -> Any:
     """The coordination service, from which processes learn of each other; None for a process by itself."""
     return runtime.global_state.client
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    host, _, port = environ[COORDINATOR].rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise UserError(f"{COORDINATOR}={environ[COORDINATOR]!r} must be host:port, with a port from 1 to 65535")
+    return int(port)
+
+
+def _refuse_taken(port: int) -> None:
+    """Looks whether anything listens at the port: the runtime would crash there, or share it with another run."""
+    try:
+        with socket.socket() as probe:
+            # As servers do: a port whose last connections are still being closed may be had.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+    except OSError as error:
+        raise UserError(
+            f"port {port} of {COORDINATOR} cannot be used ({error.strerror}); process 0 listens there: give one that "
+            "nothing else uses"
+        ) from error
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:

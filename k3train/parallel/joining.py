@@ -41,8 +41,8 @@ def join(peer_timeout_s: float = 30.0, wait_s: float = WAIT_S) -> None:
         distributed.initialize(peer_timeout_s=peer_timeout_s)
     except RuntimeError as error:
         raise UserError(
-            f"{distributed.COORDINATOR}={address} cannot be used ({error}); process 0 listens there: give its host "
-            "and a port that nothing else uses"
+            f"{distributed.COORDINATOR}={address} cannot be used ({error}); give process 0's host and a port "
+            "there that nothing else uses"
         ) from error
     finally:
         timer.cancel()

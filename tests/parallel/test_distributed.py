@@ -70,7 +70,7 @@ def test_two_processes(tmp_path):
                           "shape": [8, 3], "total": 84, "told": {"run": "abc", "step": [1, 2]}}  # fmt: skip
 
 
-FULL = {distributed.COORDINATOR: "host:1234", distributed.NUM_PROCESSES: "2", distributed.PROCESS_ID: "0"}
+FULL = {distributed.COORDINATOR: "host:1234", distributed.NUM_PROCESSES: "2", distributed.PROCESS_ID: "1"}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,8 @@ FULL = {distributed.COORDINATOR: "host:1234", distributed.NUM_PROCESSES: "2", di
         (FULL | {distributed.PROCESS_ID: "2"}, "0..1"),
         (FULL | {distributed.PROCESS_ID: "two"}, "'two'"),
         (FULL | {distributed.LOCAL_DEVICE_IDS: "0;1"}, "'0;1'"),
+        (FULL | {distributed.COORDINATOR: "host"}, "'host' must be host:port"),
+        (FULL | {distributed.COORDINATOR: "host:70000"}, "from 1 to 65535"),
     ],
 )
 def test_bad_settings_are_named(environ, named):
@@ -97,7 +99,7 @@ def test_settings_are_passed_on_and_nothing_is_guessed(monkeypatch):
     assert not calls
     distributed.initialize(FULL | {distributed.LOCAL_DEVICE_IDS: "2,3"})
     given, environ = calls[0]
-    assert given == {"coordinator_address": "host:1234", "num_processes": 2, "process_id": 0,
+    assert given == {"coordinator_address": "host:1234", "num_processes": 2, "process_id": 1,
                      "local_device_ids": [2, 3], "cluster_detection_method": "deactivate",
                      "heartbeat_timeout_seconds": 45}  # fmt: skip
     assert "HTTPS_PROXY" not in environ and os.environ["HTTPS_PROXY"] == "http://nowhere:1"
