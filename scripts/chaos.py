@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -184,6 +185,9 @@ class Chaos:
                     self._disturbed(folder / "run", one, rng)
                 except AssertionError as error:
                     result.misses.append(f"{kind} on {layout}: {error}")
+                    break
+                except Exception:  # the other rounds go on
+                    result.misses.append(f"{kind} on {layout}: {traceback.format_exc()}")
                     break
                 if one.codes == (0,) * layout.processes:
                     break

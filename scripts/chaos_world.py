@@ -136,12 +136,16 @@ def saved_hashes(run: Path) -> dict[int, str]:
     entries = scan(epath.Path(run) / FOLDER)
     complete = [entry for entry in entries if entry.status == "complete"]
     known = (run.parent / DAMAGED).read_text().split() if (run.parent / DAMAGED).exists() else []
-    return {entry.step: entry.manifest["state_hash"]["all"] for entry in complete if _identity(entry.path) not in known}
+    there = [(entry, _identity(entry.path)) for entry in complete]
+    return {entry.step: entry.manifest["state_hash"]["all"] for entry, which in there if which and which not in known}
 
 
 def _identity(folder: epath.Path | Path) -> str:
-    """A folder's name, and what tells it from a later one of the same name."""
-    return f"{folder.name}:{Path(str(folder)).stat().st_ino}"
+    """A folder's name, and what tells it from a later one of the same name; nothing where retention was faster."""
+    try:
+        return f"{folder.name}:{Path(str(folder)).stat().st_ino}"
+    except FileNotFoundError:
+        return ""
 
 
 def final_hash(run: Path) -> str:

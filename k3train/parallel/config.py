@@ -36,9 +36,15 @@ class MeshConfig(Section, drift="free"):
 
     @model_validator(mode="after")
     def _one_free_axis(self) -> "MeshConfig":
-        sizes = [getattr(self, axis) for axis in AXES]
-        if 0 in sizes or sizes.count(-1) > 1:
-            raise ValueError("mesh axes are positive, and at most one is -1 (it takes the devices that are left)")
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        if 0 in sizes.values():
+            raise ValueError("mesh axes are positive, or -1 for the devices that are left")
+        free = [axis for axis, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(
+                f"at most one mesh axis may be -1 and take the devices that are left; here {' and '.join(free)} are "
+                "(replica is by default: give it a number)"
+            )
         return self
 
     def known(self, axes: tuple[str, ...]) -> dict[str, int]:

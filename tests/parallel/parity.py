@@ -1,6 +1,7 @@
-"""One step on many meshes against one device; run by test_parity.py in a process with eight forced CPU devices.
+"""One step on many meshes against one device; run by test_parity.py with eight forced CPU devices in all.
 
-Usage: parity.py MESH [MESH ...], a mesh as axis=size,axis=size. Prints one JSON line a mesh, the one device's first.
+Usage: parity.py MESH [MESH ...], a mesh as axis=size,axis=size. Prints one JSON line a mesh, the one device's first;
+where the K3TRAIN variables of several processes are set, the devices are theirs together and the first process prints.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import tiny
@@ -17,6 +19,7 @@ import tiny
 from k3train.data.batch import Batch
 from k3train.models.parts.moe import layer as moe_layer
 from k3train.models.parts.router.layer import Routing
+from k3train.parallel import distributed
 from k3train.parallel.axes import batch_sharding
 from k3train.parallel.mesh import build_mesh
 from k3train.train.assembly import assemble
@@ -55,13 +58,23 @@ def step(mesh: dict[str, int], **sections) -> tuple[dict, dict]:
         kernels={"kda_chunk": 8, "attention_block": 16, "grouped_matmul_block": 16},
         **sections,
     )
-    parts = assemble(exp, build_mesh(exp.mesh, jax.devices()[: int(np.prod(list(mesh.values()) or [1]))]))
+    parts = assemble(exp, build_mesh(exp.mesh, devices(int(np.prod(list(mesh.values()) or [1])))))
     sharding = batch_sharding(parts.mesh)
     with jax.set_mesh(parts.mesh):
         state = parts.factory.fresh(0)
-        batch = jax.tree.map(lambda a: jax.device_put(a, sharding), packed_batch())
+        batch = jax.tree.map(
+            lambda a: jax.make_array_from_callback(a.shape, sharding, lambda part: a[part]), packed_batch()
+        )
         run = jax.jit(lambda s, b: gradients(parts.decoder, parts.exp, s["params"], s["buffers"], b))
-        return jax.device_get(run(state, batch))
+        found = run(state, batch)
+        if mesh and distributed.process_count() > 1:
+            found = jax.jit(lambda x: x, out_shardings=NamedSharding(parts.mesh, PartitionSpec()))(found)
+        return jax.device_get(found)
+
+
+def devices(count: int) -> list[jax.Device]:
+    """Equally many of every process; one is this process's own."""
+    return jax.local_devices()[:1] if count == 1 else jax.devices()[:: jax.device_count() // count]
 
 
 def compare(got: tuple[dict, dict], want: tuple[dict, dict]) -> dict:
@@ -98,11 +111,16 @@ def margin() -> float:
 def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    distributed.initialize()
+    first = distributed.process_index() == 0
     want = step({})
-    print(json.dumps({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()}), flush=True)
+    if first:
+        print(json.dumps({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()}), flush=True)
     for text in sys.argv[1:]:
         mesh = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-        print(json.dumps({"mesh": text, **compare(step(mesh), want)}), flush=True)
+        row = {"mesh": text, **compare(step(mesh), want)}
+        if first:
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
