@@ -33,6 +33,8 @@ MODEL = {
     "mla": {**tiny.MODEL["mla"], "num_heads": 4},
     "layers": {"count": 4, "kda": [1, 2, 3], "mla": [4], "first_dense": 1},
 }
+# Every process compiles all programs for itself: there, one layer of each kind.
+SHALLOW = {**MODEL, "layers": tiny.SHALLOW["layers"]}
 
 
 def packed_batch(seed: int = 0) -> Batch:
@@ -51,7 +53,7 @@ def step(mesh: dict[str, int], **sections) -> tuple[dict, dict]:
     """(gradients, loss parts) of the fresh state's first batch, on the host."""
     exp = tiny.experiment(
         Path("unused"),
-        model=MODEL,
+        model=MODEL if distributed.process_count() == 1 else SHALLOW,
         mesh={"replica": 1, **mesh},
         train={"global_batch": ROWS, **sections.pop("train", {})},
         data={"store": "unused", "sequence_length": TOKENS},

@@ -2,11 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from k3train.parallel import distributed
 
 SINGLE = ("replica=8", "fsdp=8", "expert=8", "context=4", "tensor=4")
 MIXED = (
@@ -25,17 +28,38 @@ LOSS, GRADIENT = 1e-5, 1e-4
 
 
 @pytest.mark.slow
-def test_every_mesh_equals_one_device():
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_mesh_equals_one_device(processes: int, tmp_path: Path):
+    """Eight devices (four for context and tensor alone), shared out over the processes."""
     environ = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0",
     }
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, str(Path(__file__).parent / "parity.py"), *SINGLE, *MIXED]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3600)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "rematerialization" not in done.stderr, done.stderr[-3000:]
-    one, *rows = map(json.loads, done.stdout.splitlines())
+    started = []
+    for i in range(processes):
+        several = {
+            distributed.COORDINATOR: address,
+            distributed.NUM_PROCESSES: str(processes),
+            distributed.PROCESS_ID: str(i),
+        }
+        with (tmp_path / f"{i}.out").open("w") as out, (tmp_path / f"{i}.err").open("w") as err:
+            env = environ | (several if processes > 1 else {})
+            started.append(subprocess.Popen(command, env=env, stdout=out, stderr=err))
+    try:
+        codes = [process.wait(3600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    said = "\n".join((tmp_path / f"{i}.err").read_text()[-3000:] for i in range(processes))
+    assert codes == [0] * processes, said
+    assert "rematerialization" not in said, said
+    lines = (tmp_path / "0.out").read_text().splitlines()  # the collectives' library writes there too
+    print(*lines, sep="\n")
+    one, *rows = (json.loads(line) for line in lines if line.startswith("{"))
     assert one["margin"] > 1e-7  # else a rounding could change the routing, and nothing below would mean much
     assert [row["mesh"] for row in rows] == [*SINGLE, *MIXED]
     for row in rows:
