@@ -1,7 +1,8 @@
 """What a compiled program moves and multiplies: collectives by mesh axis with bytes, and FLOPs of its dots.
 
 XLA's own cost analysis counts a loop's body once, and on GPU says nothing. Here the optimised program's text is read:
-loops count as often as they run (``known_trip_count``), fusions and calls are followed. Imports no JAX.
+loops count as often as they run (``known_trip_count``), fusions and calls are followed, of a condition all branches.
+Loops that run as often as the data asks, perhaps never, are kept apart, with one turn. Imports no JAX.
 """
 
 import itertools
@@ -43,6 +44,14 @@ class Moved(NamedTuple):
     twice that for an all-reduce."""
 
 
+class Run(NamedTuple):
+    """How an instruction runs."""
+
+    times: int
+    asked: bool
+    """Whether it lies in a loop that runs as often as the data asks; times are then those of one turn."""
+
+
 class Census(NamedTuple):
     """A program's account."""
 
@@ -50,6 +59,10 @@ class Census(NamedTuple):
     """Most bytes first."""
     flops: float
     """Of one device's dots, two a multiplication and addition."""
+    asked_moved: list[Moved]
+    """One turn of each loop that runs as often as the data asks."""
+    asked_flops: float
+    """Of the dots there."""
 
 
 _OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -70,20 +83,23 @@ def census(text: str, mesh: Mapping[str, int]) -> Census:
       ValueError: the text has no entry computation.
     """
     computations, entry = _computations(text)
-    moved: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    flops = 0.0
-    for op, times, scope in _walk(computations, entry, 1):
+    moved: dict[bool, dict[tuple[str, tuple[str, ...]], list[float]]] = {False: {}, True: {}}
+    flops = {False: 0.0, True: 0.0}
+    for op, run, scope in _walk(computations, entry, Run(1, asked=False)):
         kind = op.kind.removesuffix("-start")
         if kind in COLLECTIVES:
             groups = _groups(op.text)
             size = len(groups[0]) if groups else math.prod(mesh.values())
-            total = moved.setdefault((kind, _axes(groups, mesh)), [0, 0.0])
-            total[0] += times
-            total[1] += times * _leaving(kind, op, size)
+            total = moved[run.asked].setdefault((kind, _axes(groups, mesh)), [0, 0.0])
+            total[0] += run.times
+            total[1] += run.times * _leaving(kind, op, size)
         else:
-            flops += times * _flops(op, scope)
-    rows = [Moved(kind, axes, int(times), count) for (kind, axes), (times, count) in moved.items()]
-    return Census(sorted(rows, key=lambda row: -row.bytes), flops)
+            flops[run.asked] += run.times * _flops(op, scope)
+    rows = {
+        asked: sorted((Moved(*key, int(times), count) for key, (times, count) in found.items()), key=lambda r: -r.bytes)
+        for asked, found in moved.items()
+    }
+    return Census(rows[False], flops[False], rows[True], flops[True])
 
 
 def _computations(text: str) -> tuple[dict[str, list[Op]], str]:
@@ -117,22 +133,22 @@ def _op(name: str, rest: str) -> Op:
     return Op(name, kind, shapes, text)
 
 
-def _walk(computations: dict[str, list[Op]], name: str, times: int) -> Iterator[tuple[Op, int, dict[str, Op]]]:
-    """Every instruction with how often it runs, and its neighbours by name."""
+def _walk(computations: dict[str, list[Op]], name: str, run: Run) -> Iterator[tuple[Op, Run, dict[str, Op]]]:
+    """Every instruction with how it runs, and its neighbours by name."""
     scope = {op.name: op for op in computations.get(name, ())}
     for op in scope.values():
-        yield op, times, scope
+        yield op, run, scope
         if op.kind in ("all-reduce", "all-reduce-start", "reduce-scatter", "reduce", "scatter", "sort", "map"):
             continue  # what they apply is a sum of two numbers
-        trips = 1
+        inside = run
         if op.kind == "while":
-            known = _TRIPS.search(op.text)
-            trips = int(known.group(1)) if known else 1
+            trips = _TRIPS.search(op.text)
+            inside = Run(run.times * int(trips.group(1)), run.asked) if trips else Run(run.times, asked=True)
         called = _CALLED.findall(op.text)
         for names in _BRANCHES.findall(op.text):
             called += [branch.strip().lstrip("%") for branch in names.split(",")]
         for other in dict.fromkeys(called):
-            yield from _walk(computations, other, times * trips)
+            yield from _walk(computations, other, inside)
 
 
 def _groups(text: str) -> list[list[int]]:

@@ -27,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", choices=("h200", "cpu"), default="h200")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--hlo", type=Path, help="folder for the programs' text")
     return parser.parse_args()
 
 
@@ -43,7 +44,7 @@ from rich.table import Table  # noqa: E402
 from k3train.config.load import load  # noqa: E402
 from k3train.experiment import Experiment  # noqa: E402
 from k3train.parallel import targets  # noqa: E402
-from k3train.parallel.census import Census, census  # noqa: E402
+from k3train.parallel.census import Census, Moved, census  # noqa: E402
 from k3train.parallel.mesh import build_mesh  # noqa: E402
 from k3train.train.assembly import Assembly, assemble  # noqa: E402
 from k3train.train.step import compile_step  # noqa: E402
@@ -69,20 +70,31 @@ def compile_update(parts: Assembly) -> Any:
 
 def account(name: str, compiled: Any, seconds: float, mesh: dict[str, int], console: Console) -> dict[str, Any]:
     """Prints one program's account; the same as JSON."""
-    found: Census = census(compiled.as_text(), mesh)
+    text = compiled.as_text()
+    if ARGS.hlo:
+        ARGS.hlo.mkdir(parents=True, exist_ok=True)
+        (ARGS.hlo / f"{name}.txt").write_text(text)
+    found: Census = census(text, mesh)
     memory = compiled.memory_analysis()
     peak = getattr(memory, "peak_memory_in_bytes", 0) / 2**30
-    table = Table(
-        title=f"{name}: compiled in {seconds:.0f} s, peak {peak:.2f} GiB, dots {found.flops:.4g} FLOP a device"
-    )
+    title = f"{name}: compiled in {seconds:.0f} s, peak {peak:.2f} GiB, dots {found.flops:.4g} FLOP a device"
+    console.print(listed(title, found.moved))
+    if found.asked_moved:
+        title = f"one turn more of every loop that runs only where the data asks ({found.asked_flops:.4g} FLOP)"
+        console.print(listed(title, found.asked_moved))
+    return {"compile_s": seconds, "peak_gib": peak, "flops": found.flops, "moved": [r._asdict() for r in found.moved],
+            "asked_flops": found.asked_flops, "asked_moved": [r._asdict() for r in found.asked_moved]}  # fmt: skip
+
+
+def listed(title: str, moved: list[Moved]) -> Table:
+    """Collectives with their time at the link's rate."""
+    table = Table(title=title)
     for column in ("collective", "axes", "times", "GB a device", "ms at the link's rate"):
         table.add_column(column, justify="left" if column in ("collective", "axes") else "right")
-    for row in found.moved:
-        gigabytes = row.bytes / 1e9
-        table.add_row(row.kind, " ".join(row.axes), f"{row.times:,}", f"{gigabytes:.4f}",
+    for row in moved:
+        table.add_row(row.kind, " ".join(row.axes), f"{row.times:,}", f"{row.bytes / 1e9:.4f}",
                       f"{1e3 * row.bytes / LINKS[ARGS.target]:.2f}")  # fmt: skip
-    console.print(table)
-    return {"compile_s": seconds, "peak_gib": peak, "flops": found.flops, "moved": [r._asdict() for r in found.moved]}
+    return table
 
 
 def main() -> int:

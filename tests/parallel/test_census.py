@@ -64,6 +64,18 @@ def test_flops_of_dots_in_loops():
     assert census(text, mesh).flops == LOOPS * 2 * ROWS * 16 * 16
 
 
+def test_loops_that_run_as_often_as_the_data_asks_are_kept_apart():
+    def run(x):
+        x = lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: lax.psum(x, "fsdp") @ jnp.ones((16, 16)), x)
+        return lax.all_to_all(x, "fsdp", 0, 0, tiled=True)
+
+    text, mesh = compiled(run, P("fsdp"), (4 * ROWS, 16), fsdp=4)
+    found = census(text, mesh)
+    assert [row.kind for row in found.moved] == ["all-to-all"] and found.flops == 0
+    assert [(row.kind, row.times) for row in found.asked_moved] == [("all-reduce", 1)]
+    assert found.asked_flops == 2 * ROWS * 16 * 16
+
+
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         census("nothing", {"fsdp": 2})
