@@ -38,11 +38,11 @@ def introduce(parts: Assembly, console: Console) -> None:
     if parts.mesh.size > 1:
         console.print(render_shards(sharding_report(parts.mesh, params, parts.decoder.specs())))
     if parts.mesh.shape["expert"] > 1 and exp.model.moe is not None:
-        console.print(_transports(parts))
+        console.print(transports(parts))
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
 
 
-def _transports(parts: Assembly) -> Table:
+def transports(parts: Assembly) -> Table:
     """How tokens travel to their experts, and what ``auto`` weighs."""
     exp, moe = parts.exp, parts.exp.model.moe
     assert moe is not None

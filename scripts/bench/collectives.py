@@ -47,6 +47,7 @@ from k3train.parallel import targets  # noqa: E402
 from k3train.parallel.census import Census, Moved, census  # noqa: E402
 from k3train.parallel.mesh import build_mesh  # noqa: E402
 from k3train.train.assembly import Assembly, assemble  # noqa: E402
+from k3train.train.introduce import transports  # noqa: E402
 from k3train.train.step import compile_step  # noqa: E402
 
 
@@ -103,6 +104,8 @@ def main() -> int:
     parts = assemble(exp, build_mesh(exp.mesh, devices()))
     mesh, out = dict(parts.mesh.shape), {}
     console.print(f"{ARGS.devices} x {ARGS.target}: {mesh}, {parts.step_tokens:,} tokens a step")
+    if parts.mesh.shape["expert"] > 1:
+        console.print(transports(parts))
     with jax.set_mesh(parts.mesh):
         for name, make in (("step", compile_step), ("optimizer", compile_update)):
             began = time.perf_counter()
