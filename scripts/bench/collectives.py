@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--hlo", type=Path, help="folder for the programs' text")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 ARGS = arguments()
