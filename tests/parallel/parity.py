@@ -1,7 +1,8 @@
 """One step on many meshes against one device; run by test_parity.py with eight forced CPU devices in all.
 
-Usage: parity.py MESH [MESH ...], a mesh as axis=size,axis=size. Prints one JSON line a mesh, the one device's first;
-where the K3TRAIN variables of several processes are set, the devices are theirs together and the first process prints.
+Usage: parity.py FILE MESH [MESH ...], a mesh as axis=size,axis=size. FILE gets one JSON line a mesh, the one device's
+first (standard output belongs to the collectives' library). Where the K3TRAIN variables of several processes are set,
+the devices are theirs together, and the first process writes.
 """
 
 import json
@@ -110,19 +111,22 @@ def margin() -> float:
     return min(found)
 
 
+def note(row: dict) -> None:
+    """A line of the file."""
+    if distributed.process_index() == 0:
+        with Path(sys.argv[1]).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     distributed.initialize()
-    first = distributed.process_index() == 0
     want = step({})
-    if first:
-        print(json.dumps({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()}), flush=True)
-    for text in sys.argv[1:]:
+    note({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()})
+    for text in sys.argv[2:]:
         mesh = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
-        row = {"mesh": text, **compare(step(mesh), want)}
-        if first:
-            print(json.dumps(row), flush=True)
+        note({"mesh": text, **compare(step(mesh), want)})
 
 
 if __name__ == "__main__":
