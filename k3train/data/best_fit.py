@@ -101,6 +101,11 @@ class BestFit(RowPlan):
         first, last = self.table.rows[row : row + 2].tolist()
         return [(start, stop) for start, stop in self.table.stretches[first:last].tolist()]
 
+    def number(self, start: int, stop: int, before: int, to: np.ndarray) -> int:
+        """A stretch is one document, or a part of one."""
+        to[:] = before + 1
+        return before + 1
+
 
 def plan(doc_offsets: np.ndarray, sequence_length: int) -> Table:
     """Rows of up to S + 1 tokens for all documents; a last token without a target is left out.

@@ -39,6 +39,17 @@ class RowPlan(ABC):
     def stretches(self, row: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) of the split that a row holds one after the other, at most S + 1 in all."""
 
+    def number(self, start: int, stop: int, before: int, to: np.ndarray) -> int:
+        """Numbers the documents of a stretch [start, stop) on from ``before`` into ``to``; the last number."""
+        offsets = self.split.doc_offsets  # [documents + 1]
+        first = int(np.searchsorted(offsets, start, side="right"))
+        last = int(np.searchsorted(offsets, stop, side="left"))
+        to[0] = before + 1
+        to[1:] = 0
+        to[np.asarray(offsets[first:last]) - start] = 1
+        np.cumsum(to, out=to)
+        return int(to[-1])
+
     def documents(self, row: int) -> tuple[int, ...]:
         """Documents among the inputs of a row, by their number in the split, in the row's order."""
         found, room, offsets = [], self.sequence_length, self.split.doc_offsets  # [documents + 1]
@@ -59,13 +70,13 @@ class RowPlan(ABC):
         tokens = np.full(shape, self.pad_id, np.int32)  # [n, S+1]
         segments = np.zeros(shape, np.int32)  # [n, S+1]
         for i, row in enumerate(np.asarray(rows, np.int64).tolist()):
-            at = documents = 0
+            at = documents = start = 0
             for start, stop in self.stretches(row):
                 end = at + stop - start
-                tokens[i, at:end] = self.split.read(start, stop)
-                marks = segments_between(self.split, start, stop)
-                segments[i, at:end] = marks + documents
-                at, documents = end, documents + int(marks[-1])
+                self.split.copy(start, stop, tokens[i, at:end])
+                documents = self.number(start, stop, documents, segments[i, at:end])
+                at = end
+            self.split.check(tokens[i, :at], start)
         loss_mask = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         # A row may end before S: its last token has no target, but it is a token of its document.
         return Batch(
@@ -113,14 +124,3 @@ class Chunks(RowPlan):
         start = min(row * self.sequence_length, self.split.tokens)
         stop = min(start + self.sequence_length + 1, self.split.tokens)
         return [(start, stop)] if stop > start else []
-
-
-def segments_between(split: Split, start: int, stop: int) -> np.ndarray:
-    """Documents of tokens [start, stop), counted from 1, int32 [stop - start]."""
-    offsets = split.doc_offsets  # [documents + 1]
-    first = int(np.searchsorted(offsets, start, side="right"))
-    last = int(np.searchsorted(offsets, stop, side="left"))
-    marks = np.zeros(stop - start, np.int32)
-    marks[0] = 1
-    marks[np.asarray(offsets[first:last]) - start] = 1
-    return np.cumsum(marks, dtype=np.int32)
