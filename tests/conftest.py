@@ -10,8 +10,13 @@ for flag in ("--xla_force_host_platform_device_count=4", "--xla_backend_optimiza
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402 - the settings above must come first
 import pytest  # noqa: E402
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -79,11 +79,13 @@ def _prepare(args: argparse.Namespace) -> None:
     from k3train.data.prepare import prepare
     from k3train.data.progress import ReadingBar
     from k3train.data.report import console, report
+    from k3train.data.rows import plan_rows
 
     config = _data_config(args)
     with ReadingBar() as bar:
         store = prepare(config, replace=args.replace, say=bar.say, progress=bar.update)
     report(store, console())
+    console().print(plan_rows(store, config.packing, config.sequence_length, console().print).summary)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -104,7 +106,8 @@ def _inspect(args: argparse.Namespace) -> None:
     report(store, out)
     length = args.sequence_length or (config.sequence_length if config else 512)
     if args.rows:
-        show_rows(store, tokenizer, out, length, rows=args.rows, sample=args.sample, holdout=args.holdout)
+        packing = config.packing if config else "concat"
+        show_rows(store, tokenizer, out, length, packing, rows=args.rows, sample=args.sample, holdout=args.holdout)
 
 
 def _ngram(args: argparse.Namespace) -> None:

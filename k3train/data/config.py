@@ -48,6 +48,8 @@ class DataConfig(Section, drift="frozen"):
     """Folder of the prepared tokens; ``train`` makes it from ``source`` where it is absent."""
     sequence_length: Branch[Positive]
     """Tokens in a row."""
+    packing: Branch[Literal["concat", "best_fit"]] = "concat"
+    """Rows cut from one stream of documents, or filled with whole documents and padding (best-fit decreasing)."""
     source: SourceConfig | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     holdout: Fraction = 0.01

@@ -1,7 +1,7 @@
 """Held-out text as batches: every held-out token is scored exactly once. Imports no JAX.
 
-Rows are cut as in training (concat-and-chunk), in order, and the last one is padded, so a document that runs over
-the end of a row goes on in the next without its left context.
+Rows are concat-and-chunk, however training packs them, in order, and the last one is padded; so a document that runs
+over the end of a row goes on in the next without its left context.
 
 Convention of bits per byte = nats / ln 2 / ``source_bytes``: nats are summed over all supervised targets, EOS included;
 bytes are the UTF-8 bytes of the text that those targets stand for, so BOS and EOS count none. With BOS every byte of
@@ -15,7 +15,7 @@ import numpy as np
 
 from k3train.config.errors import UserError
 from k3train.data.batch import Batch
-from k3train.data.pack import cut_rows
+from k3train.data.pack import Chunks
 from k3train.data.store import Store
 
 
@@ -41,12 +41,13 @@ class Holdout:
 
     def __iter__(self) -> Iterator[Batch]:
         share = self.batch // self.parts
+        plan = Chunks(self.store.holdout, self.sequence_length, self.store.pad_id)
         for index in range(len(self)):
             first = index * self.batch + self.part * share
             rows = np.arange(first, first + share)
             # Rows past the limit are pushed past the end of the split, where rows are padding.
             rows = np.where(rows < self.rows, rows, self.store.holdout.tokens + rows)
-            yield cut_rows(self.store.holdout, rows, self.sequence_length, self.store.pad_id)
+            yield plan.cut(rows)
 
 
 def holdout_batches(

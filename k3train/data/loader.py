@@ -1,7 +1,7 @@
 """Training batches: this process's rows of each global batch, read ahead by Grain. The only room that needs Grain.
 
 The position is one integer, the global sample number. Batch at sample k0 = samples [k0, k0 + B), a pure function of
-(store, seed, k0), so that any number of processes, and a start anywhere, read the same global batches.
+(row plan, seed, k0), so that any number of processes, and a start anywhere, read the same global batches.
 """
 
 import sys
@@ -14,8 +14,7 @@ from k3train.config.errors import UserError
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
 from k3train.data.order import RowOrder
-from k3train.data.pack import count_rows, cut_rows
-from k3train.data.store import Split
+from k3train.data.pack import RowPlan
 from k3train.data.trace import Trace
 
 
@@ -27,7 +26,7 @@ class Loader(Iterator[Batch]):
 
     def __init__(
         self,
-        split: Split,
+        plan: RowPlan,
         config: DataConfig,
         global_batch: int,
         seed: int,
@@ -38,8 +37,8 @@ class Loader(Iterator[Batch]):
         """Open the loader.
 
         Args:
-          split: the training side of a store.
-          config: the data section (row length, epochs, prefetch).
+          plan: the rows (``data/rows.py``).
+          config: the data section (epochs, prefetch).
           global_batch: B, rows of one optimizer step over all processes.
           seed: key of the row permutation.
           part: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch (``distributed.Feed``).
@@ -47,15 +46,15 @@ class Loader(Iterator[Batch]):
           start_sample: global sample number to begin with; any, at the same cost.
 
         Raises:
-          UserError: P does not divide B, or the split holds no whole row.
+          UserError: P does not divide B, or there is no row.
         """
         if global_batch % parts:
             raise UserError(f"train.global_batch {global_batch} does not divide into {parts} parts")
-        self.order = RowOrder(count_rows(split, config.sequence_length), seed, config.max_epochs)
-        self.trace = Trace(split, self.order, config.sequence_length)
+        self.order = RowOrder(plan.rows, seed, config.max_epochs)
+        self.trace = Trace(plan, self.order)
         self.global_batch = global_batch
         self.sample = start_sample
-        source = _Batches(split, self.order, config.sequence_length, global_batch, part, parts, start_sample)
+        source = _Batches(plan, self.order, global_batch, part, parts, start_sample)
         # More threads than one only wait for each other on a mapped file.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=config.prefetch)
         self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
@@ -86,15 +85,14 @@ class _Batches:
 
     def __init__(
         self,
-        split: Split,
+        plan: RowPlan,
         order: RowOrder,
-        sequence_length: int,
         global_batch: int,
         part: int,
         parts: int,
         start_sample: int,
     ):
-        self.split, self.order, self.sequence_length = split, order, sequence_length
+        self.plan, self.order = plan, order
         self.share = global_batch // parts
         self.global_batch = global_batch
         self.first = start_sample + part * self.share
@@ -107,4 +105,4 @@ class _Batches:
     def __getitem__(self, index) -> Batch:
         start = self.first + int(index) * self.global_batch
         _, rows = self.order.row_of(np.arange(start, start + self.share, dtype=np.int64))
-        return cut_rows(self.split, rows, self.sequence_length)
+        return self.plan.cut(rows)

@@ -1,8 +1,10 @@
-"""Rows of the token stream: concat-and-chunk, with documents as segments. Imports no JAX.
+"""Rows of a token stream, with documents as segments. Imports no JAX.
 
-Row r is tokens [r*S, r*S + S + 1) of a split; its last token is a target only and begins row r + 1. A document that is
-longer than the row goes on in the next one. What is left at the end and does not fill a row is not trained on.
+A plan says which stretches of tokens a row holds. A row of S inputs has S targets, so it takes S + 1 tokens: the last
+one is a target only. This plan is concat-and-chunk; ``data/best_fit.py`` has the other.
 """
+
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -11,60 +13,114 @@ from k3train.data.batch import Batch
 from k3train.data.store import Split
 
 
-def count_rows(split: Split, sequence_length: int) -> int:
-    """Whole rows in the split.
-
-    Raises:
-      UserError: there is not even one.
-    """
-    rows = (split.tokens - 1) // sequence_length
-    if rows < 1:
-        raise UserError(
-            f"{split.folder}: {split.tokens} tokens are fewer than one row (data.sequence_length {sequence_length} + 1)"
-            "; prepare more text or shorten the row"
-        )
-    return rows
-
-
-def dropped_tokens(split: Split, sequence_length: int) -> int:
-    """Tokens at the end that fill no row."""
-    return split.tokens - 1 - count_rows(split, sequence_length) * sequence_length
-
-
-def cut_rows(split: Split, rows: np.ndarray, sequence_length: int, pad_id: int = 0) -> Batch:
-    """The named rows, [len(rows), sequence_length]; a row past the end of the split is padded (segment 0, no loss).
+class RowPlan(ABC):
+    """How a split is cut into rows of ``sequence_length`` (S) tokens; row r is the same whoever asks, and when.
 
     Args:
       split: the token stream.
-      rows: int64 [n] row numbers.
       sequence_length: S.
       pad_id: token id that fills padding.
     """
-    shape = (len(rows), sequence_length + 1)
-    tokens = np.full(shape, pad_id, np.int32)  # [n, S+1]
-    segments = np.zeros(shape, np.int32)  # [n, S+1]
-    for i, row in enumerate(np.asarray(rows, np.int64).tolist()):
-        start = min(row * sequence_length, split.tokens)
-        stop = min(start + sequence_length + 1, split.tokens)
-        if stop > start:
-            tokens[i, : stop - start] = split.read(start, stop)
-            segments[i, : stop - start] = segments_between(split, start, stop)
-    loss_mask = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    # The last row of a split may end before S: its last token has no target, but it is a token of its document.
-    return Batch(
-        tokens=np.ascontiguousarray(tokens[:, :-1]),
-        targets=np.where(loss_mask, tokens[:, 1:], np.int32(0)),
-        segment_ids=np.ascontiguousarray(segments[:, :-1]),
-        loss_mask=loss_mask,
-    )
+
+    def __init__(self, split: Split, sequence_length: int, pad_id: int = 0):
+        self.split, self.sequence_length, self.pad_id = split, sequence_length, pad_id
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows there are."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """One line for a person: rows, and what they leave out or fill up."""
+
+    @abstractmethod
+    def stretches(self, row: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of the split that a row holds one after the other, at most S + 1 in all."""
+
+    def number(self, start: int, stop: int, before: int, to: np.ndarray) -> int:
+        """Numbers the documents of a stretch [start, stop) on from ``before`` into ``to``; the last number."""
+        offsets = self.split.doc_offsets  # [documents + 1]
+        first = int(np.searchsorted(offsets, start, side="right"))
+        last = int(np.searchsorted(offsets, stop, side="left"))
+        to[0] = before + 1
+        to[1:] = 0
+        to[np.asarray(offsets[first:last]) - start] = 1
+        np.cumsum(to, out=to)
+        return int(to[-1])
+
+    def documents(self, row: int) -> tuple[int, ...]:
+        """Documents among the inputs of a row, by their number in the split, in the row's order."""
+        found, room, offsets = [], self.sequence_length, self.split.doc_offsets  # [documents + 1]
+        for start, stop in self.stretches(row):
+            stop = min(stop, start + room)
+            room -= stop - start
+            first = int(np.searchsorted(offsets, start, side="right")) - 1
+            found += range(first, int(np.searchsorted(offsets, stop, side="left")))
+        return tuple(found)
+
+    def cut(self, rows: np.ndarray) -> Batch:
+        """The named rows, [len(rows), S]; what a row does not fill is padding (segment 0, no loss).
+
+        Args:
+          rows: int64 [n] row numbers.
+        """
+        shape = (len(rows), self.sequence_length + 1)
+        tokens = np.full(shape, self.pad_id, np.int32)  # [n, S+1]
+        segments = np.zeros(shape, np.int32)  # [n, S+1]
+        for i, row in enumerate(np.asarray(rows, np.int64).tolist()):
+            at = documents = start = 0
+            for start, stop in self.stretches(row):
+                end = at + stop - start
+                self.split.copy(start, stop, tokens[i, at:end])
+                documents = self.number(start, stop, documents, segments[i, at:end])
+                at = end
+            self.split.check(tokens[i, :at], start)
+        loss_mask = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        # A row may end before S: its last token has no target, but it is a token of its document.
+        return Batch(
+            tokens=np.ascontiguousarray(tokens[:, :-1]),
+            targets=np.where(loss_mask, tokens[:, 1:], np.int32(0)),
+            segment_ids=np.ascontiguousarray(segments[:, :-1]),
+            loss_mask=loss_mask,
+        )
 
 
-def segments_between(split: Split, start: int, stop: int) -> np.ndarray:
-    """Documents of tokens [start, stop), counted from 1, int32 [stop - start]."""
-    offsets = split.doc_offsets  # [documents + 1]
-    first = int(np.searchsorted(offsets, start, side="right"))
-    last = int(np.searchsorted(offsets, stop, side="left"))
-    marks = np.zeros(stop - start, np.int32)
-    marks[0] = 1
-    marks[np.asarray(offsets[first:last]) - start] = 1
-    return np.cumsum(marks, dtype=np.int32)
+class Chunks(RowPlan):
+    """Concat-and-chunk: row r is tokens [rS, rS + S + 1) of the split.
+
+    A document that is longer than the row goes on in the next one. What is left at the end and does not fill a row is
+    not trained on; a row past the end is padded.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Whole rows in the split.
+
+        Raises:
+          UserError: there is not even one.
+        """
+        rows = (self.split.tokens - 1) // self.sequence_length
+        if rows < 1:
+            raise UserError(
+                f"{self.split.folder}: {self.split.tokens} tokens are fewer than one row (data.sequence_length "
+                f"{self.sequence_length} + 1); prepare more text or shorten the row"
+            )
+        return rows
+
+    @property
+    def dropped(self) -> int:
+        """Tokens at the end that fill no row."""
+        return self.split.tokens - 1 - self.rows * self.sequence_length
+
+    @property
+    def summary(self) -> str:
+        """Rows, and what is left out."""
+        return f"{self.rows:,} rows of {self.sequence_length:,} tokens; {self.dropped:,} at the end fill none"
+
+    def stretches(self, row: int) -> list[tuple[int, int]]:
+        """One, or none past the end."""
+        start = min(row * self.sequence_length, self.split.tokens)
+        stop = min(start + self.sequence_length + 1, self.split.tokens)
+        return [(start, stop)] if stop > start else []

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from k3train.data.batch import Batch
 from k3train.data.order import RowOrder
-from k3train.data.pack import count_rows, cut_rows, dropped_tokens
+from k3train.data.pack import Chunks
+from k3train.data.rows import Packing, plan_rows
 from k3train.data.store import SKIPS, Split, Store
 from k3train.data.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ def show_rows(
     tokenizer: Tokenizer | None,
     out: Console,
     sequence_length: int,
+    packing: Packing,
     *,
     rows: int,
     sample: int,
@@ -78,18 +80,18 @@ def show_rows(
     """
     split = store.holdout if holdout else store.train
     if holdout:
+        plan = Chunks(split, sequence_length, store.pad_id)
         total = -(-max(split.tokens - 1, 0) // sequence_length)
         places = [(f"held-out row {row}", row) for row in range(sample, min(sample + rows, total))]
     else:
-        total = count_rows(split, sequence_length)
+        plan = plan_rows(store, packing, sequence_length, out.print)
+        total = plan.rows
         epochs, numbers = RowOrder(total, store.header.shuffle_seed).row_of(np.arange(sample, sample + rows))
         names = (f"sample {sample + i} (epoch {epochs[i]}, row {numbers[i]} of {total})" for i in range(rows))
         places = list(zip(names, numbers.tolist(), strict=True))
-        out.print(
-            f"{total} rows of {sequence_length} tokens; {dropped_tokens(split, sequence_length)} at the end fill none"
-        )
+        out.print(plan.summary)
     for name, row in places:
-        batch = cut_rows(split, np.array([row]), sequence_length, store.pad_id)
+        batch = plan.cut(np.array([row]))
         out.rule(_title(name, batch, split))
         out.print(_row_text(batch, store, tokenizer), soft_wrap=True)
 

@@ -99,21 +99,29 @@ class Split:
         Raises:
           UserError: an id is larger than the header says (a damaged file).
         """
+        tokens = np.empty(stop - start, np.int32)
+        self.copy(start, stop, tokens)
+        self.check(tokens, start)
+        return tokens
+
+    def copy(self, start: int, stop: int, to: np.ndarray) -> None:
+        """Tokens [start, stop) into ``to``, not checked yet."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
-        parts, at = [], start
+        at = start
         while at < stop:
             shard, inside = divmod(at, self.shard_tokens)
             part = self._shards[shard][inside : inside + stop - at]
-            parts.append(part)
+            to[at - start : at - start + len(part)] = part
             at += len(part)
-        tokens = (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).astype(np.int32)
+
+    def check(self, tokens: np.ndarray, start: int) -> None:
+        """Raise UserError where ids of tokens from about ``start`` on are not among those the header names."""
         if len(tokens) and not self.counts.min_id <= int(tokens.min()) <= int(tokens.max()) <= self.counts.max_id:
             raise UserError(
-                f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} among tokens {start} to {stop}, "
+                f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} near token {start}, "
                 f"but the header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {_CURE}"
             )
-        return tokens
 
     def document(self, index: int) -> np.ndarray:
         """Tokens of one document, int32."""
@@ -265,7 +273,7 @@ def _check_split(split: Split, listed: set[str]) -> None:
 
 
 def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:
-    """The file as a read-only array; an empty file cannot be mapped."""
+    """The file as a read-only array, a plain one since memmap's own slices are slow; an empty file cannot be mapped."""
     if file.stat().st_size == 0:
         return np.zeros(0, dtype)
-    return np.memmap(file, dtype, mode="r")
+    return np.memmap(file, dtype, mode="r").view(np.ndarray)

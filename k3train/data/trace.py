@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from k3train.data.order import RowOrder
-from k3train.data.store import Split
+from k3train.data.pack import RowPlan
 
 
 class RowTrace(NamedTuple):
@@ -15,7 +15,7 @@ class RowTrace(NamedTuple):
     """Global sample number."""
     epoch: int
     row: int
-    """Row of the token stream (``data/pack.py``)."""
+    """Row of the plan (``data/pack.py``)."""
     documents: tuple[int, ...]
     """Numbers of its documents in the store, in the row's order; the first may have begun in the row before."""
     origins: tuple[str, ...]
@@ -23,10 +23,10 @@ class RowTrace(NamedTuple):
 
 
 class Trace:
-    """Looks samples up in a split, as the loader reads them."""
+    """Looks samples up in a row plan, as the loader reads them."""
 
-    def __init__(self, split: Split, order: RowOrder, sequence_length: int):
-        self.split, self.order, self.sequence_length = split, order, sequence_length
+    def __init__(self, plan: RowPlan, order: RowOrder):
+        self.plan, self.order = plan, order
 
     def rows(self, first: int, stop: int) -> list[RowTrace]:
         """The rows of samples [first, stop).
@@ -40,15 +40,6 @@ class Trace:
         return [self._trace(sample, epoch, row) for sample, epoch, row in places]
 
     def _trace(self, sample: int, epoch: int, row: int) -> RowTrace:
-        documents = self.documents(row)
-        origins = [self.split.origin(number) for number in documents]
+        documents = self.plan.documents(row)
+        origins = [self.plan.split.origin(number) for number in documents]
         return RowTrace(sample, epoch, row, documents, tuple(f"{o.file}:{o.line}" for o in origins if o is not None))
-
-    def documents(self, row: int) -> tuple[int, ...]:
-        """Documents of a row, by their number in the split."""
-        start = row * self.sequence_length
-        stop = min(start + self.sequence_length, self.split.tokens)
-        offsets = self.split.doc_offsets  # [documents + 1]
-        first = int(np.searchsorted(offsets, start, side="right")) - 1
-        last = int(np.searchsorted(offsets, stop, side="left"))
-        return tuple(range(first, last))

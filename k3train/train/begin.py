@@ -126,9 +126,12 @@ def _restored(parts: Assembly, source: CheckpointManager, step: int, say: Say) -
 
 def _samples(parts: Assembly, meta: dict, say: Say) -> int:
     """The data position of a checkpoint in rows of the present length (a branch may cut them anew)."""
-    was, now = meta["config"]["data"]["sequence_length"], parts.exp.data.sequence_length
+    before, data = meta["config"]["data"], parts.exp.data
+    was, now = before["sequence_length"], data.sequence_length
     if was != now:
         say(f"rows are {now} tokens long, no longer {was}: text of the present epoch may be read twice, or not at all")
+    if (packing := before.get("packing", "concat")) != data.packing:
+        say(f"rows are packed by {data.packing}, no longer {packing}: text of the present epoch may be read twice")
     return meta["samples"] * was // now
 
 

@@ -15,6 +15,7 @@ from k3train.config.exit_codes import ExitCode
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
+from k3train.data.rows import plan_rows
 from k3train.experiment import Experiment
 from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
@@ -177,11 +178,12 @@ class Run:
         self.saver.begun(self.first)
         self.saver.facts = {"store": self.store.fingerprint, "mesh": dict(self.parts.mesh.shape)}
         self.feed = self.parts.feed(self.exp.train.global_batch)
+        data = self.exp.data
         self.loader = Loader(
-            self.store.train,
-            self.exp.data,
+            plan_rows(self.store, data.packing, data.sequence_length, self.say),
+            data,
             self.exp.train.global_batch,
-            self.exp.data.shuffle_seed,
+            data.shuffle_seed,
             self.feed.index,
             self.feed.count,
             start_sample=self.samples,

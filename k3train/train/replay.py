@@ -26,6 +26,7 @@ from k3train.config.load import load
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
+from k3train.data.rows import plan_rows
 from k3train.data.trace import RowTrace
 from k3train.experiment import Experiment
 from k3train.metrics.writers.jsonl import read_jsonl
@@ -156,7 +157,7 @@ def _replay(
     store = open_run_data(opened, say)
     feed = parts.feed(exp.train.global_batch)
     loader = Loader(
-        store.train,
+        plan_rows(store, exp.data.packing, exp.data.sequence_length, say),
         exp.data,
         exp.train.global_batch,
         exp.data.shuffle_seed,

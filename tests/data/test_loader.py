@@ -7,8 +7,9 @@ from k3train.data.batch import Batch, batch_hash
 from k3train.data.holdout import holdout_batches
 from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
-from k3train.data.pack import count_rows, cut_rows, dropped_tokens
+from k3train.data.pack import Chunks, RowPlan
 from k3train.data.prepare import prepare
+from k3train.data.rows import plan_rows
 from k3train.data.store import open_store
 
 from .conftest import quiet
@@ -16,13 +17,17 @@ from .conftest import quiet
 B = 8
 
 
-@pytest.fixture
-def config(make_config):
-    return make_config()
+@pytest.fixture(params=["concat", "best_fit"])
+def config(make_config, request):
+    return make_config(packing=request.param)
+
+
+def plan(store, config) -> RowPlan:
+    return plan_rows(store, config.packing, config.sequence_length)
 
 
 def take(count: int, store, config, **options) -> list[Batch]:
-    loader = Loader(store.train, config, B, 11, **options)
+    loader = Loader(plan(store, config), config, B, 11, **options)
     batches = [next(loader) for _ in range(count)]
     loader.close()
     return batches
@@ -43,8 +48,8 @@ def test_rows_equal_the_obvious_cut(store, length):
     split = store.train
     tokens = split.read(0, split.tokens)
     document = np.repeat(np.arange(split.documents), np.diff(split.doc_offsets))
-    rows = count_rows(split, length)
-    batch = cut_rows(split, np.arange(rows), length)
+    chunks = Chunks(split, length)
+    rows, batch = chunks.rows, chunks.cut(np.arange(chunks.rows))
     assert [array.dtype for array in batch] == [np.int32, np.int32, np.int32, bool]
     for row in range(rows):
         seen: list[int] = []
@@ -57,11 +62,12 @@ def test_rows_equal_the_obvious_cut(store, length):
             assert batch.segment_ids[row, place] == len(seen)
             assert batch.loss_mask[row, place] == supervised
             assert batch.targets[row, place] == (tokens[at + 1] if supervised else 0)
-    assert rows * length + 1 + dropped_tokens(split, length) == split.tokens
+    assert rows * length + 1 + chunks.dropped == split.tokens
 
 
 def test_a_document_longer_than_the_row_goes_on(store):
-    batch = cut_rows(store.train, np.arange(count_rows(store.train, 16)), 16)
+    chunks = Chunks(store.train, 16)
+    batch = chunks.cut(np.arange(chunks.rows))
     assert (batch.segment_ids.max(axis=1) == 1).any()
     assert (batch.segment_ids[:, 0] == 1).all()
 
@@ -71,15 +77,16 @@ def test_fewer_tokens_than_a_row(tmp_path, make_config):
     config = make_config([tmp_path / "a.txt"], sequence_length=7)
     store = prepare(config, say=quiet)
     with pytest.raises(UserError, match=r"7 tokens are fewer than one row \(data.sequence_length 7 \+ 1\)"):
-        Loader(store.train, config, 1, 0)
-    assert count_rows(store.train, 6) == 1
+        Loader(plan(store, config), config, 1, 0)
+    assert Chunks(store.train, 6).rows == 1
 
 
 def test_batches_are_the_rows_of_their_samples(store, config):
-    order = RowOrder(count_rows(store.train, 32), 11)
+    rows_of = plan(store, config)
+    order = RowOrder(rows_of.rows, 11)
     for step, batch in enumerate(take(5, store, config)):
         _, rows = order.row_of(np.arange(step * B, (step + 1) * B))
-        assert_equal(batch, cut_rows(store.train, rows, 32))
+        assert_equal(batch, rows_of.cut(rows))
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
@@ -100,7 +107,7 @@ def test_resume_anywhere(store, config, start):
 
 
 def test_far_starts_cost_no_reading(store, config):
-    loader = Loader(store.train, config, B, 11, start_sample=10**12)
+    loader = Loader(plan(store, config), config, B, 11, start_sample=10**12)
     next(loader)
     assert loader.sample == 10**12 + B
     loader.close()
@@ -108,27 +115,27 @@ def test_far_starts_cost_no_reading(store, config):
 
 def test_another_batch_size_reads_the_same_samples(store, config):
     whole = joined(take(6, store, config))
-    loader = Loader(store.train, config, 3, 11)
+    loader = Loader(plan(store, config), config, 3, 11)
     assert_equal(joined([next(loader) for _ in range(16)]), whole)
     assert loader.sample == 48
     loader.close()
 
 
 def test_every_row_once_an_epoch(store, config):
-    rows = count_rows(store.train, 32)
-    loader = Loader(store.train, config, 1, 3)
-    tokens = np.concatenate([next(loader).tokens for _ in range(rows)])
+    rows_of = plan(store, config)
+    loader = Loader(rows_of, config, 1, 3)
+    tokens = np.concatenate([next(loader).tokens for _ in range(rows_of.rows)])
     loader.close()
-    whole = cut_rows(store.train, np.arange(rows), 32).tokens
+    whole = rows_of.cut(np.arange(rows_of.rows)).tokens
     np.testing.assert_array_equal(np.sort(tokens.view("V128"), axis=0), np.sort(whole.view("V128"), axis=0))
     assert loader.epoch == 1
 
 
 def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):
     config = make_config(max_epochs=2)
-    whole = (count_rows(store.train, 32) * 2) // B
+    whole = (Chunks(store.train, 32).rows * 2) // B
     for options in ({}, {"part": 1, "parts": 2}, {"start_sample": B}):
-        loader = Loader(store.train, config, B, 0, **options)
+        loader = Loader(plan(store, config), config, B, 0, **options)
         for _ in range(whole - options.get("start_sample", 0) // B):
             next(loader)
         with pytest.raises(UserError, match=r"2 epoch\(s\) of \d+ rows") as error:
@@ -138,20 +145,20 @@ def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):
 
 
 def test_start_past_the_end(store, make_config):
-    loader = Loader(store.train, make_config(max_epochs=1), B, 0, start_sample=10**6)
+    loader = Loader(Chunks(store.train, 32), make_config(max_epochs=1), B, 0, start_sample=10**6)
     with pytest.raises(UserError, match="the data is used up"):
         next(loader)
 
 
 def test_processes_must_divide_the_batch(store, config):
     with pytest.raises(UserError, match="global_batch 8 does not divide into 3 parts"):
-        Loader(store.train, config, B, 0, 0, 3)
+        Loader(plan(store, config), config, B, 0, 0, 3)
 
 
 def test_damage_found_while_reading_ahead_surfaces(store, config):
     damaged = open_store(store.path)
     damaged.train.counts = damaged.train.counts.model_copy(update={"max_id": 5})
-    loader = Loader(damaged.train, config, B, 0)
+    loader = Loader(plan(damaged, config), config, B, 0)
     with pytest.raises(UserError, match="a file is damaged"):
         next(loader)
     loader.close()

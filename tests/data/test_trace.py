@@ -10,8 +10,9 @@ from k3train.config.errors import UserError
 from k3train.data.header import ORIGIN_NAMES, ORIGINS
 from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
-from k3train.data.pack import count_rows
+from k3train.data.pack import Chunks
 from k3train.data.prepare import prepare
+from k3train.data.rows import plan_rows
 from k3train.data.tokenizer import ByteTokenizer
 from k3train.data.trace import Trace
 
@@ -23,14 +24,14 @@ def test_documents_equal_the_obvious_ones(store, length):
     """Token by token, for every row."""
     split = store.train
     document = np.repeat(np.arange(split.documents), np.diff(split.doc_offsets))
-    rows = count_rows(split, length)
-    trace = Trace(split, RowOrder(rows, 0), length)
-    for row in range(rows):
-        assert trace.documents(row) == tuple(dict.fromkeys(document[row * length : (row + 1) * length].tolist()))
+    plan = Chunks(split, length)
+    for row in range(plan.rows):
+        assert plan.documents(row) == tuple(dict.fromkeys(document[row * length : (row + 1) * length].tolist()))
 
 
-def test_rows_are_those_the_loader_reads(store, make_config):
-    loader = Loader(store.train, make_config(), 8, 11, start_sample=24)
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_rows_are_those_the_loader_reads(store, make_config, packing):
+    loader = Loader(plan_rows(store, packing, 32), make_config(packing=packing), 8, 11, start_sample=24)
     rows, batch = loader.trace.rows(24, 32), next(loader)
     loader.close()
     assert [row.sample for row in rows] == list(range(24, 32))
@@ -39,8 +40,8 @@ def test_rows_are_those_the_loader_reads(store, make_config):
         for number, origin in zip(row.documents, row.origins, strict=True):
             file, _, line = origin.rpartition(":")
             assert line == "1" and text_of(store, number) == Path(file).read_text(encoding="utf-8")
-        text = np.concatenate([store.train.document(number) for number in row.documents])
-        assert tokens.tobytes() in text.astype(np.int32).tobytes()
+        for segment, number in enumerate(row.documents, start=1):
+            assert tokens[segments == segment].tobytes() in store.train.document(number).tobytes()
 
 
 def text_of(store, number: int) -> str:
@@ -66,4 +67,4 @@ def test_a_line_of_a_file_and_a_store_that_knows_no_origins(tmp_path, make_confi
 
 def test_samples_past_the_end(store):
     with pytest.raises(UserError, match="used up"):
-        Trace(store.train, RowOrder(5, 0, max_epochs=1), 32).rows(4, 6)
+        Trace(Chunks(store.train, 32), RowOrder(5, 0, max_epochs=1)).rows(4, 6)
