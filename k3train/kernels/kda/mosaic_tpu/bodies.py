@@ -122,9 +122,7 @@ def backward(*refs: Ref, precision: lax.PrecisionLike) -> None:
     d_pairs = dot(outer, written, NT, precision)
     d_rows = dot(outer, state, NN, precision) * jnp.concatenate([decays.start] * 2)
     d_ends = dot(written, d_state, NN, precision) * decays.end
-    of = pairs.products_bwd(
-        chunk.q, chunk.bk, chunk.k, d_pairs[:CHUNK], d_pairs[CHUNK:], decays, precision
-    )
+    of = pairs.products_bwd(chunk.q, chunk.bk, chunk.k, d_pairs[:CHUNK], d_pairs[CHUNK:], decays, precision)
     starts = chunk.q * d_rows[:CHUNK] + chunk.bk * d_rows[CHUNK:]
     whole = decays.whole * jnp.sum(state * d_state, axis=0, keepdims=True)
     log = pairs.spread(of, starts, chunk.k * d_ends, whole, precision)

@@ -96,9 +96,7 @@ def backward(
     return at.call(body, "kda_backward", extra, outputs, d_last.shape[2:])
 
 
-def backward_summary(
-    arrays: Arrays, d_o: jax.Array, d_last: jax.Array, precision: lax.PrecisionLike
-) -> jax.Array:
+def backward_summary(arrays: Arrays, d_o: jax.Array, d_last: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
     """The gradient of the first state [B, H, V, K] alone.
 
     Args:
@@ -147,7 +145,7 @@ class _Specs:
         return pl.BlockSpec((None, None, None, *shape[2:]), lambda b, h, n: (b, h, at(n), 0, 0))
 
     def call(self, body, name: str, extra: list, outputs: list[Output], carried: tuple[int, ...]):
-        """Runs ``body`` over the grid with ``arrays``, ``extra`` (arrays and where their tiles lie) and a carried tile."""
+        """Runs ``body`` over the grid on ``arrays`` and ``extra`` (arrays and where tiles lie), carrying a tile."""
         arrays = self.arrays
         at = self.at
         flags = pl.BlockSpec((None, None, 1, CHUNK), lambda b, h, n: (b, at(n), 0, 0))

@@ -47,7 +47,7 @@ def dot(x: jax.Array, y: jax.Array, dims: tuple, precision: lax.PrecisionLike) -
     return lax.dot_general(x, y, (dims, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def index(shape: tuple[int, int], axis: int) -> jax.Array:
+def index(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Each entry's row (axis 0) or column (axis 1)."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -163,7 +163,7 @@ def products_bwd(
 def spread(
     of_pairs: Gradients, starts: jax.Array, ends: jax.Array, whole: jax.Array, precision: lax.PrecisionLike
 ) -> jax.Array:
-    """Gradients [C, K] of the logarithms of the tokens' decays: sums, without differences, of the stretches that hold them.
+    """Gradients [C, K] of the logarithms of the tokens' decays: each sums, without differences, what holds the token.
 
     Args:
       of_pairs: what :func:`products_bwd` returns.
@@ -175,10 +175,10 @@ def spread(
     stretches = jnp.concatenate([of_pairs.heads, starts, ends, *of_pairs.across])
     shape = (CHUNK, stretches.shape[0])
     t, kind, other = index(shape, 0), index(shape, 1) // CHUNK, index(shape, 1) % CHUNK
-    to_token, from_token = other >= t, other < t
-    holds = jnp.where(kind == 0, to_token & (other // BLOCK == t // BLOCK), jnp.where(kind == 1, to_token, from_token))
-    holds = holds & ((kind < 3) | (t < (kind - 2) * BLOCK))
-    return of_pairs.log + whole + dot(holds.astype(jnp.float32), stretches, NN, precision)
+    # A head reaches back inside its block, a start to the first token; an end goes on to the last, a tail to its own.
+    before_t = (kind == 2) | ((kind > 2) & (t < (kind - 2) * BLOCK))
+    holds = (other >= t) & ((kind == 1) | ((kind == 0) & (other // BLOCK == t // BLOCK))) | (other < t) & before_t
+    return of_pairs.log + whole + dot(jnp.where(holds, 1.0, 0.0), stretches, NN, precision)
 
 
 def unit_lower_inverse(a: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
