@@ -110,8 +110,9 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize(
+    ("packed", "decay"), [*(("packed", decay) for decay in DECAYS), ("whole", "softplus"), ("on borders", "strong")]
+)
 def test_bfloat16_is_near_the_recurrence(packed, decay):
     arrays, ids, cot = inputs(SHAPE, decay), PACKED[packed], cotangents()
     assert_near(kernel(arrays, ids, *cot), recurrence(arrays, ids, *cot))
@@ -124,7 +125,7 @@ def test_float32_loses_nothing():
     assert_near(kernel(arrays, ids, *cot, low=False), want, out=2e-6, gradient=2e-6)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.booleans()), min_size=1, max_size=6),
     st.sampled_from(DECAYS),
@@ -189,14 +190,13 @@ def test_no_gradient_crosses_documents_in_any_bit():
     arrays, other = inputs(SHAPE, "bounded"), inputs(SHAPE, "none", seed=5)
     ids, (do, dstate), (do_other, _) = rows_of((50, 70, 40), (160,)), cotangents(), cotangents(seed=5)
     before = kernel(arrays, ids, do, dstate)
-    for document in (1, 2, 3):
-        own = ids == document
-        own[1] = True
-        mix = lambda a, b, own=own: np.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, b)  # noqa: E731
-        after = kernel(arrays | {n: mix(arrays[n], other[n]) for n in ARGS[:5]}, ids, mix(do, do_other), dstate)
-        for n in ("o", *ARGS[:5]):
-            assert np.array_equal(before[n][own], after[n][own]), (n, document)
-            assert not np.array_equal(before[n][~own], after[n][~own])
+    own = ids == 2  # of the first row; all of the second
+    own[1] = True
+    mix = lambda a, b: np.where(own.reshape(*own.shape, *(1,) * (a.ndim - 2)), a, b)  # noqa: E731
+    after = kernel(arrays | {n: mix(arrays[n], other[n]) for n in ARGS[:5]}, ids, mix(do, do_other), dstate)
+    for n in ("o", *ARGS[:5]):
+        assert np.array_equal(before[n][own], after[n][own]), n
+        assert not np.array_equal(before[n][~own], after[n][~own])
 
 
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded", "softplus"])
@@ -223,32 +223,40 @@ def test_rows_shorter_than_a_chunk():
     shape = Shape(1, 5, 1, 128, 128)
     arrays, cot = inputs(shape, "softplus"), cotangents(shape)
     ids = np.array([[1, 1, 2, 2, 2]], np.int32)
-    assert_near(kernel(arrays, ids, *cot), recurrence(arrays, ids, *cot))
+    want = recurrence(arrays, ids, *cot)
+    assert_near(kernel(arrays, ids, *cot), want)
+    with pltpu.force_tpu_interpret_mode():  # without a gradient nothing is kept for one
+        low = [jnp.asarray(arrays[n], jnp.bfloat16 if n in LOW else jnp.float32) for n in ARGS]
+        run = jax.jit(lambda *a: kda(*a[:5], initial_state=a[5], segment_ids=ids, implementation="mosaic_tpu"))
+        o, state = (np.asarray(x, np.float64) for x in run(*low))
+    assert_near({"o": o, "state": state}, {n: want[n] for n in ("o", "state")})
 
 
 def _golden_rows(arrays, inputs, ids, do, dht, dtype, implementation):
     """What ``golden_cases.kda`` asks of rows, two rows at a time, padded to this file's shape."""
     raw = "A_log" in arrays
-    l2 = raw or bool(arrays["use_qk_l2norm"])
     scale = float(arrays["scale"]) if "scale" in arrays else inputs["k"].shape[-1] ** -0.5
 
     def prepare(p):
-        q, k, g, beta = p["q"], p["k"], p["g"], p["beta"]
-        if l2:
-            q, k = l2_normalize(q), l2_normalize(k)
+        q, k, g, beta = l2_normalize(p["q"]), l2_normalize(p["k"]), p["g"], p["beta"]
         if raw:
             g, beta = kda_gate(g, p["A_log"], p["dt_bias"], golden.bound(arrays)), jax.nn.sigmoid(beta)
-        return {"q": q, "k": k, "v": p["v"], "g": g, "beta": beta, "initial_state": p["h0"]}
+        return {"q": q, "k": k, "v": p["v"], "g": g, "beta": beta, "h0": p["h0"]}
 
-    prepared, back = jax.vjp(prepare, {n: jnp.asarray(x, dtype) for n, x in inputs.items()})
-    # The kernels' q is scaled by a power of two for all cases, so that one program serves them.
-    prepared["q"] = prepared["q"] * (scale / 0.5)
-    parts = [_two_rows({n: x[i : i + 2] for n, x in prepared.items()}, ids[i : i + 2], do[i : i + 2], dht[i : i + 2])
-             for i in range(0, len(ids), 2)]  # fmt: skip
-    whole = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
-    whole["q"] = whole["q"] * (scale / 0.5)
-    (grads,) = back({n: jnp.asarray(whole[n], dtype) for n in ARGS})
-    return {"o": whole["o"], "ht": whole["state"]} | {f"d{n}": np.asarray(x) for n, x in grads.items()}
+    back = None
+    if raw or arrays["use_qk_l2norm"]:
+        inputs, back = jax.vjp(prepare, {n: jnp.asarray(x, dtype) for n, x in inputs.items()})
+    # The kernels' scale is 1/2 for all cases, so that one program serves them.
+    ready = {n: np.asarray(inputs[n.replace("initial_state", "h0")], dtype) for n in ARGS}
+    ready["q"] = ready["q"] * dtype.type(2 * scale)
+    pairs = [slice(i, i + 2) for i in range(0, len(ids), 2)]
+    parts = [_two_rows({n: x[at] for n, x in ready.items()}, ids[at], do[at], dht[at]) for at in pairs]
+    got = {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
+    got["q"], got["h0"] = got["q"] * 2 * scale, got.pop("initial_state")
+    grads = {n: got[n] for n in ("q", "k", "v", "g", "beta", "h0")}
+    if back is not None:
+        (grads,) = back({n: jnp.asarray(x, dtype) for n, x in grads.items()})
+    return {"o": got["o"], "ht": got["state"]} | {f"d{n}": np.asarray(x) for n, x in grads.items()}
 
 
 def _two_rows(arrays, ids, do, dht):
