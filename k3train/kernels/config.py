@@ -6,14 +6,22 @@ from pydantic import model_validator
 
 from k3train.config.section import Positive, Section
 
+KDA_KERNELS = {"mosaic_tpu": "tpu"}
+"""Kernels of the delta rule, and the devices each runs on."""
+KDA_KERNEL_WIDTH = 128
+"""Width of the keys and values that they serve."""
+KDA_KERNEL_CHUNK = 64
+"""Tokens in their chunks."""
+
 
 class KernelsConfig(Section, drift="free"):
     """One named implementation an op; ``auto`` is resolved once at start and printed."""
 
-    kda: Literal["auto", "chunked", "recurrent"] = "auto"
-    """The delta rule."""
+    kda: Literal["auto", "mosaic_tpu", "chunked", "recurrent"] = "auto"
+    """The delta rule: our TPU kernels (heads of width 128; other widths are computed by the chunked form, and the table
+    at the start says so), the chunked form in plain JAX, or token by token."""
     kda_chunk: Positive = 64
-    """Tokens in a chunk of the chunked delta rule."""
+    """Tokens in a chunk of the chunked delta rule; the kernels have 64."""
     attention: Literal["auto", "blockwise", "reference"] = "auto"
     """MLA's softmax attention."""
     attention_block: Positive = 512

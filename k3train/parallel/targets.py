@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-Target = Literal["h200", "v5p"]
+Target = Literal["h200", "v5p", "v6e"]
 
 _H200 = """gpu_device_info { cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
 shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
@@ -13,7 +13,10 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description
 
 
 def devices(target: Target, count: int) -> list[Any]:
-    """``count`` H200, eight a host (needs jax-cuda13-plugin and a ptxas), or v5p chips (needs libtpu)."""
+    """``count`` H200, eight a host (needs jax-cuda13-plugin and a ptxas), or v5p or v6e chips (needs libtpu).
+
+    TPU chips come in fours; those of a v6e in powers of two.
+    """
     from jax.experimental import topologies
 
     match target:
@@ -24,4 +27,12 @@ def devices(target: Target, count: int) -> list[Any]:
             )
         case "v5p":
             made = topologies.get_topology_desc(platform="tpu", topology_name=f"v5p:2x2x{count // 4}")
+        case "v6e":
+            made = topologies.get_topology_desc(platform="tpu", topology_name=f"v6e:{_square(count)}")
     return list(made.devices)
+
+
+def _square(count: int) -> str:
+    """So many chips, a power of two, as near a square as can be: "4x8"."""
+    side = 1 << (count.bit_length() - 1) // 2
+    return f"{side}x{count // side}"

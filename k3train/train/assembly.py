@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -77,11 +76,13 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
       mesh: where it runs; by default what ``exp.mesh`` makes of all devices there are.
 
     Raises:
-      UserError: where the mesh does not fit the devices or the batch, or (exit 32) leaves a large array whole.
+      UserError: where the mesh does not fit the devices or the batch, these do not run a kernel that is asked for, or
+        (exit 32) the mesh leaves a large array whole.
     """
-    kernels, table = resolve(exp.kernels, jax.default_backend())
-    exp = exp.model_copy(update={"kernels": kernels})
     mesh = build_mesh(exp.mesh) if mesh is None else mesh
+    width = exp.model.kda.head_dim if exp.model.kda else None
+    kernels, table = resolve(exp.kernels, mesh.devices.flat[0].platform, width)
+    exp = exp.model_copy(update={"kernels": kernels})
     rows = exp.train.global_batch // exp.train.accumulation
     ways = math.prod(mesh.shape[axis] for axis in ROW_AXES)
     if rows % ways:

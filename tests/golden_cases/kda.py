@@ -4,6 +4,7 @@ A case is recognised by the arrays it holds. ``case`` has ``name``, ``arrays`` (
 """
 
 import json
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -37,7 +38,7 @@ def compute(case, dtype, implementation: str = "chunked") -> dict[str, np.ndarra
     """Every ``out_*`` array of the case, computed in ``dtype``."""
     held = set(case.arrays)
     if held >= OP:
-        out = _op(case.arrays, dtype, implementation)
+        out = op(case.arrays, dtype, implementation)
     elif held >= GATE:
         out = _gate(case.arrays, dtype)
     else:
@@ -45,7 +46,7 @@ def compute(case, dtype, implementation: str = "chunked") -> dict[str, np.ndarra
     return {name: np.asarray(value) for name, value in out.items() if name in held}
 
 
-def _bound(arrays) -> float | None:
+def bound(arrays) -> float | None:
     """``lower_bound``, stored as NaN for the softplus form."""
     value = float(arrays["lower_bound"])
     return None if np.isnan(value) else value
@@ -94,7 +95,7 @@ def _rows(arrays, inputs, ids, do, dht, dtype, implementation: str) -> dict[str,
         return jnp.asarray(np.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))), dtype)
 
     raw = "A_log" in arrays
-    run = _op_gradient(implementation, raw, _bound(arrays) if raw else None)
+    run = _op_gradient(implementation, raw, bound(arrays) if raw else None)
     scale = float(arrays["scale"]) if "scale" in arrays else inputs["k"].shape[-1] ** -0.5
     l2 = raw or bool(arrays["use_qk_l2norm"])
     grown = {n: jnp.asarray(x, dtype) if n in SHARED else grow(n, x) for n, x in inputs.items()}
@@ -111,24 +112,25 @@ def _rows(arrays, inputs, ids, do, dht, dtype, implementation: str) -> dict[str,
     return {name: crop(name, x) for name, x in results.items()}
 
 
-def _op(arrays, dtype, implementation: str) -> dict[str, np.ndarray]:
+def op(arrays, dtype, implementation: str, rows: Callable = _rows) -> dict[str, np.ndarray]:
+    """The op's results; ``rows`` computes those of rows of one document, or of one packed row."""
     inputs = {n: arrays[n] for n in (*PER_TOKEN, "h0", *SHARED) if n in arrays and n not in ("o", "do")}
     inputs.setdefault("h0", np.zeros_like(arrays["dht"]))
     do, dht, bounds = arrays["do"], arrays["dht"], arrays.get("cu_seqlens")
     if bounds is None:
         ids = np.ones(do.shape[:2], np.int32)
-        out = _rows(arrays, inputs, ids, do, dht, dtype, implementation)
+        out = rows(arrays, inputs, ids, do, dht, dtype, implementation)
         return {f"out_{name}": x for name, x in out.items()}
     # Only the last document's state leaves a packed row: one padded row a segment gives them all.
     apart = {n: _split(x, bounds) if n in PER_TOKEN else x for n, x in inputs.items()}
     ids = _split(np.ones_like(_segments(bounds)), bounds)
     packed = "h0" not in arrays  # then o, its gradients and the last state come from the packed row itself
     cotangents = (np.zeros_like(_split(do, bounds)), dht * _not_last(dht)) if packed else (_split(do, bounds), dht)
-    out = _rows(arrays, apart, ids, *cotangents, dtype, implementation)
+    out = rows(arrays, apart, ids, *cotangents, dtype, implementation)
     out = {n: _merge(x, bounds) if n.removeprefix("d") in PER_TOKEN else x for n, x in out.items()}
     if packed:
         row = {**inputs, "h0": inputs["h0"][:1]}
-        whole = _rows(arrays, row, _segments(bounds), do, dht[-1:], dtype, implementation)
+        whole = rows(arrays, row, _segments(bounds), do, dht[-1:], dtype, implementation)
         summed = {n: out[n] + whole[n] for n in out if n[0] == "d" and n != "dh0"}
         out |= summed | {"o": whole["o"], "ht": np.concatenate([out["ht"][:-1], whole["ht"]])}
     return {f"out_{name}": x for name, x in out.items()}
@@ -143,7 +145,7 @@ def _gate(arrays, dtype) -> dict[str, jax.Array]:
     inputs = {name: jnp.asarray(arrays[name], dtype) for name in ("raw", "A_log", "dt_bias")}
 
     def loss(p):
-        g = kda_gate(p["raw"], p["A_log"], p["dt_bias"], _bound(arrays))
+        g = kda_gate(p["raw"], p["A_log"], p["dt_bias"], bound(arrays))
         return jnp.sum(g * jnp.asarray(arrays["dy"], dtype)), g
 
     grads, g = jax.jit(jax.grad(loss, has_aux=True))(inputs)

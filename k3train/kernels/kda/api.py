@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3train.config.errors import UserError
+from k3train.kernels.config import KDA_KERNEL_WIDTH, KDA_KERNELS
 from k3train.kernels.kda.chunked import chunked
 from k3train.kernels.kda.context import last_ids
 from k3train.kernels.kda.reference import recurrent
 from k3train.kernels.numerics import wide
 
-Implementation = Literal["auto", "chunked", "recurrent"]
+Named = Literal["mosaic_tpu", "chunked", "recurrent"]
+Implementation = Literal["auto"] | Named
 
 
-def resolve(implementation: Implementation) -> Literal["chunked", "recurrent"]:
-    """What ``auto`` stands for: the chunked form, which runs on every device."""
+def resolve(implementation: Implementation) -> Named:
+    """What ``auto`` stands for here, where devices are not known: the chunked form, which runs on all of them."""
     return "chunked" if implementation == "auto" else implementation
 
 
@@ -44,7 +46,8 @@ def kda(
     The state restarts where ``segment_ids`` change; a document may begin anywhere. Tokens of segment 0 are padding:
     they leave the state as it is and their output is zero. Differentiable once, in q, k, v, g, beta and initial_state;
     ``jax.checkpoint`` round a layer leaves only its inputs to keep. All arithmetic is wide, bf16 inputs included: the
-    gradient of g does not survive bf16.
+    gradient of g does not survive bf16. A kernel (``mosaic_tpu``) works only on its own devices, or in Pallas'
+    interpret mode, and for heads of width 128; ``kernels/resolve.py`` chooses by both.
 
     Args:
       q: [B, T, H, K].
@@ -55,42 +58,73 @@ def kda(
       segment_ids: [B, T] integers, documents of a row counted from 1, 0 for padding; None for one document a row.
       initial_state: [B, H, K, V] before the row's first document; None for zeros.
       scale: of q; K^-0.5 where None.
-      chunk: tokens in a chunk of the chunked form, a power of two.
+      chunk: tokens in a chunk of the chunked form, a power of two; a kernel's chunks have 64.
       implementation: which one.
       precision: of the matrix products.
       axis: inside ``shard_map``, the mesh axis over which a row's tokens are shared out in order; T is then a shard's,
-        ``initial_state`` the same on every device (and so its gradient a sum over them). The chunked form only.
+        ``initial_state`` the same on every device (and so its gradient a sum over them). Not for the recurrent form.
 
     Returns:
       o [B, T, H, V] in v's dtype, and the wide state [B, H, K, V] after the last valid token (of the shard).
 
     Raises:
-      UserError: where ``chunk`` is not a power of two, or the form cannot share out a row.
+      UserError: where ``chunk`` is not a power of two, the form cannot share out a row, or a kernel does not serve the
+        width or dtype.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise UserError(f"kernels.kda_chunk: {chunk} is not a power of two; 64 is the usual choice")
-    if initial_state is None:
-        batch, _, heads, width = k.shape
-        initial_state = jnp.zeros((batch, heads, width, v.shape[-1]), wide(v).dtype)
-    core = {"chunked": partial(chunked, chunk=chunk, axis=axis), "recurrent": recurrent}[resolve(implementation)]
-    if axis is not None and core is recurrent:
+    named = resolve(implementation)
+    if axis is not None and named == "recurrent":
         raise UserError(
             "kernels.kda: the recurrent form takes a row token by token; mesh.context needs the chunked one"
         )
+    if initial_state is None:
+        batch, _, heads, width = k.shape
+        initial_state = jnp.zeros((batch, heads, width, v.shape[-1]), wide(v).dtype)
+    if scale is None:
+        scale = float(k.shape[-1] ** -0.5)
+    g, beta, state = (wide(x) for x in (g, beta, initial_state))
+    valid, starts = None, None
+    if segment_ids is not None:
+        valid = segment_ids > 0
+        starts = document_starts(segment_ids, None if axis is None else last_ids(segment_ids, axis))
+        beta = jnp.where(valid[..., None], beta, 0)
+    if named in KDA_KERNELS:
+        return _by_kernel(named, q, k, v, g, beta, state, valid, starts, scale, precision, axis)
 
+    core = {"chunked": partial(chunked, chunk=chunk, axis=axis), "recurrent": recurrent}[named]
     dtype = v.dtype
-    q, k, v, g, beta, state = (wide(x) for x in (q, k, v, g, beta, initial_state))
-    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    if segment_ids is None:
+    q, k, v = wide(q) * scale, wide(k), wide(v)
+    if valid is None or starts is None:
         o, state = core(q, k, v, g, beta, state, precision)
         return o.astype(dtype), state
-    valid = (segment_ids > 0)[..., None]  # [B, T, 1]
-    before = None if axis is None else last_ids(segment_ids, axis)
-    starts = document_starts(segment_ids, before)[..., None, None]
-    beta = jnp.where(valid, beta, 0)
-    g = jnp.where(starts, -jnp.inf, jnp.where(valid[..., None], g, 0))
+    valid = valid[..., None, None]  # [B, T, 1, 1]
+    g = jnp.where(starts[..., None, None], -jnp.inf, jnp.where(valid, g, 0))
     o, state = core(q, k, v, g, beta, state, precision)
-    return jnp.where(valid[..., None], o, 0).astype(dtype), state
+    return jnp.where(valid, o, 0).astype(dtype), state
+
+
+def _by_kernel(named: Named, q, k, v, g, beta, state, valid, starts, scale, precision, axis):
+    """:func:`kda` by a kernel; q, k and v keep their dtypes, and documents go in as one flag a token."""
+    widths, dtypes = {q.shape[-1], v.shape[-1]}, {x.dtype.name for x in (q, k, v, g, beta, state)}
+    if widths != {KDA_KERNEL_WIDTH}:
+        raise UserError(
+            f"kernels.kda: {named} serves keys and values of width {KDA_KERNEL_WIDTH}, not {q.shape[-1]} and "
+            f"{v.shape[-1]}; set kernels.kda: chunked"
+        )
+    if "float64" in dtypes:
+        raise UserError(f"kernels.kda: {named} computes in float32, not float64; set kernels.kda: chunked")
+    match named:
+        case "mosaic_tpu":
+            from k3train.kernels.kda.mosaic_tpu.rule import mosaic_tpu as kernel
+        case _:
+            raise AssertionError(named)
+    if isinstance(scale, jax.Array):  # a kernel's own is a constant
+        q, scale = wide(q) * scale, 1.0
+    flags = jnp.ones(beta.shape[:2], jnp.float32)
+    if valid is not None:
+        flags = valid.astype(jnp.float32) + starts.astype(jnp.float32)
+    return kernel(q, k, v, g, beta, state, flags, float(scale), precision, axis)
 
 
 def document_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:

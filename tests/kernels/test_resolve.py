@@ -1,0 +1,56 @@
+"""Each op's implementation is named once, by the devices and the widths, and said aloud."""
+
+import pytest
+import tiny
+
+from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
+from k3train.kernels.config import KernelsConfig
+from k3train.kernels.resolve import resolve
+from k3train.train.assembly import assemble
+
+
+def chosen(asked: str, backend: str, width: int | None) -> tuple[str, int, str]:
+    """The delta rule's implementation, its chunk, and the reason that is printed."""
+    kernels, rows = resolve(KernelsConfig.model_validate({"kda": asked, "kda_chunk": 32}), backend, width)
+    (row,) = [row for row in rows if row[0] == "kda"]
+    assert row[1] == kernels.kda
+    return kernels.kda, kernels.kda_chunk, row[2]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_nothing_stays_auto(backend):
+    kernels, rows = resolve(KernelsConfig(), backend, 128)
+    assert "auto" not in kernels.model_dump().values()
+    assert [row[0] for row in rows] == ["kda", "attention", "grouped_matmul", "cross_entropy"]
+
+
+def test_auto_takes_the_devices_own_kernel():
+    assert chosen("auto", "tpu", 128) == ("mosaic_tpu", 64, "auto on tpu")
+    assert chosen("auto", "cpu", 128) == ("chunked", 32, "auto on cpu")
+    assert chosen("auto", "gpu", 128) == ("chunked", 32, "auto on gpu")
+
+
+@pytest.mark.parametrize("asked", ["auto", "mosaic_tpu"])
+def test_other_widths_are_computed_by_the_chunked_form_and_it_is_said(asked):
+    named, chunk, why = chosen(asked, "tpu", 64)
+    assert (named, chunk) == ("chunked", 32)
+    assert "mosaic_tpu serves heads of width 128, and model.kda.head_dim is 64" in why
+
+
+def test_what_is_asked_for_is_taken():
+    assert chosen("mosaic_tpu", "tpu", 128)[0] == "mosaic_tpu"
+    for asked in ("chunked", "recurrent"):
+        assert chosen(asked, "tpu", 128) == (asked, 32, "kernels.kda")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_kernel_on_other_devices_is_refused(backend):
+    with pytest.raises(UserError, match=f"mosaic_tpu runs on tpu devices, and this run has {backend} ones") as raised:
+        chosen("mosaic_tpu", backend, 64)
+    assert raised.value.exit_code is ExitCode.CONFIG
+
+
+def test_a_run_is_refused_before_anything_is_built(tmp_path):
+    with pytest.raises(UserError, match="mosaic_tpu runs on tpu devices"):
+        assemble(tiny.experiment(tmp_path, kernels={"kda": "mosaic_tpu"}))
