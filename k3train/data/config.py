@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Branch, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
+from k3train.config.section import Branch, Count, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
 
 
 class TokenizerConfig(Section, drift="frozen"):
@@ -28,11 +28,20 @@ class SourceConfig(Section, drift="free"):
     corpus: str | None = None
     """A corpus of fixed version that k3train can fetch and check (``k3train data corpora``)."""
     files: Strings = ()
-    """Paths or globs of .txt, .jsonl or .jsonl.gz files."""
+    """Paths, globs or gs:// and s3:// addresses of .txt, .jsonl (plain, .gz, .zst), .parquet, .arrow or .array_record
+    files, or folders of Hugging Face datasets on disk."""
     text_field: str = "text"
-    """The field of a JSONL record that holds the text."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """A broken line, invalid UTF-8 or an empty document: stop, or skip and count."""
+    """The field or column of a record that holds the text."""
+    metadata_fields: Strings = ()
+    """Fields that are kept with each document."""
+    on_bad_record: Literal["error", "skip", "quarantine"] = "error"
+    """A broken line, invalid UTF-8 or an empty document: stop, or skip and count, or also keep it for mending."""
+    max_bad_share: Fraction = 0.001
+    """Bad records among all, above which skipping stops after all."""
+    max_document_bytes: Count = 64 << 20
+    """A longer record is a bad one."""
+    workers: Positive | None = None
+    """Processes that read and tokenize; none takes every core."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "SourceConfig":

@@ -5,14 +5,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from k3train.config.section import Section
+from k3train.config.section import Section, Strings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 1 has no checksums of blocks, no metadata and no tokens read in place; else it is the same."""
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a file that one CRC-32 in the header stands for."""
 
 Counts = dict[str, int]
 
 ORIGINS, ORIGIN_NAMES = "doc_origins.bin", "doc_origin_names.json"
 """Where each document came from; no part of the fingerprint, since the same documents may come from other files."""
+METADATA, METADATA_OFFSETS = "doc_metadata.jsonl", "doc_metadata_offsets.bin"
+"""What a record said beside its text; no part of the fingerprint either."""
 
 
 class FileEntry(Section):
@@ -22,6 +29,10 @@ class FileEntry(Section):
     """Path below the store folder."""
     bytes: int
     sha256: str
+    block_bytes: int = 0
+    """Bytes of a block; 0 where the file has no checksums of blocks."""
+    blocks: Strings = ()
+    """CRC-32 of each block, 8 hex digits."""
 
 
 class SplitHeader(Section):
@@ -41,7 +52,11 @@ class SourceFile(Section):
     path: str
     bytes: int
     mtime_ns: int
+    """0 for an object of a store."""
     sha256: str
+    """Empty for an object of a store."""
+    version: str = ""
+    """The store's mark of an object's contents (ETag)."""
 
 
 class SourceHeader(Section):
@@ -51,6 +66,9 @@ class SourceHeader(Section):
     patterns: list[str]
     text_field: str
     on_bad_record: str
+    metadata_fields: Strings = ()
+    max_document_bytes: int = 0
+    """0 in a store that was made without a limit."""
     licence: str
     """Stated by the corpus; "not stated" for a user's own files."""
     files: list[SourceFile]
@@ -70,7 +88,7 @@ class TokenizerHeader(Section):
 class Header(Section):
     """``header.json``."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = FORMAT_VERSION
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Annotated[int, Field(gt=0)]
     """Tokens in every shard but the last of a split."""
@@ -85,6 +103,10 @@ class Header(Section):
     holdout_split: SplitHeader
     skipped: Counts
     """Records skipped, by reason; each one is a line of ``skips.jsonl``."""
+    records: int = 0
+    """Records read: documents, skipped ones and duplicates. 0 in a store of version 1."""
+    duplicates: int = 0
+    """Documents left out because ``data.source.duplicates`` lists them."""
     files: list[FileEntry]
 
     @property
@@ -92,7 +114,7 @@ class Header(Section):
         """sha256 over all that decides which tokens are read where: token files, offsets, tokenizer."""
         digest = hashlib.sha256(f"{self.dtype} {self.shard_tokens} {self.tokenizer.fingerprint}".encode())
         for file in self.files:
-            if file.name.endswith((ORIGINS, ORIGIN_NAMES)):
+            if file.name.endswith((ORIGINS, ORIGIN_NAMES, METADATA, METADATA_OFFSETS)):
                 continue
             digest.update(f"{file.name} {file.bytes} {file.sha256}".encode())
         return digest.hexdigest()

@@ -1,11 +1,12 @@
 """Whether an existing store is the one that the config describes. Imports no JAX."""
 
-import hashlib
 from pathlib import Path
 
 from k3train.config.errors import UserError
+from k3train.config.object_store import in_object_store
 from k3train.data.config import DataConfig
-from k3train.data.sources import find_files
+from k3train.data.files import describe, find_files, sha256_of
+from k3train.data.header import SourceFile
 from k3train.data.store import Store
 from k3train.data.tokenizer import Tokenizer
 
@@ -33,7 +34,13 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
             ("data.source.on_bad_record", made.on_bad_record, wanted.on_bad_record),
         ]
         if wanted.files:
-            pairs.append(("data.source.text_field", made.text_field, wanted.text_field))
+            pairs += [
+                ("data.source.text_field", made.text_field, wanted.text_field),
+                ("data.source.metadata_fields", list(made.metadata_fields), list(wanted.metadata_fields)),
+            ]
+            if made.max_document_bytes:
+                limits = made.max_document_bytes, wanted.max_document_bytes
+                pairs.append(("data.source.max_document_bytes", *limits))
     faults = [
         f"{name}: the store has {made}, the config says {wanted}" for name, made, wanted in pairs if made != wanted
     ]
@@ -49,7 +56,7 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
 
 def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
     try:
-        present = {str(path): path for path in find_files(patterns)}
+        present = find_files(patterns)
     except UserError:
         return []
     recorded = {file.path: file for file in store.header.source.files}
@@ -58,12 +65,14 @@ def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
         if name not in present:
             faults.append(f"{name}: gone since the store was made")
             continue
-        stat = present[name].stat()
-        if stat.st_size != file.bytes or (stat.st_mtime_ns != file.mtime_ns and _sha256(present[name]) != file.sha256):
+        if _is_changed(name, file):
             faults.append(f"{name}: changed since the store was made")
     return faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _is_changed(name: str, file: SourceFile) -> bool:
+    if in_object_store(name):
+        now = describe(name)
+        return (now.bytes, now.version) != (file.bytes, file.version)
+    stat = Path(name).stat()
+    return stat.st_size != file.bytes or (stat.st_mtime_ns != file.mtime_ns and sha256_of(Path(name)) != file.sha256)

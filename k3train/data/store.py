@@ -6,25 +6,38 @@ train/tokens-00000.bin   little-endian uint16 (uint32 where ids need it), docume
 train/doc_offsets.bin    int64 [documents + 1], first token of each document, then the count of tokens
 train/doc_origins.bin    int64 [documents, 3], where each came from: number of the file, line from 1, byte offset
 train/doc_origin_names.json  names of those files
+train/doc_metadata.jsonl     the metadata fields of each document, where some are named, and doc_metadata_offsets.bin,
+                             int64 [documents + 1], first byte of each document's line
 holdout/...              the same for documents that are never trained on, and
 holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token stands for
 """
 
 import hashlib
 import json
+import zlib
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
 from k3train.config.errors import UserError
-from k3train.data.header import FORMAT_VERSION, ORIGIN_NAMES, ORIGINS, Header, SplitHeader
+from k3train.data.header import (
+    METADATA,
+    METADATA_OFFSETS,
+    ORIGIN_NAMES,
+    ORIGINS,
+    READABLE_VERSIONS,
+    FileEntry,
+    Header,
+    SplitHeader,
+)
 from k3train.data.tokenizer import Tokenizer
 
 HEADER = "header.json"
 SKIPS = "skips.jsonl"
+TRAIN, HOLDOUT = "train", "holdout"
 OFFSETS = "doc_offsets.bin"
 TOKEN_BYTES = "token_bytes.bin"
 
@@ -80,6 +93,21 @@ class Split:
         name, line, offset = self._origins[document].tolist()
         return Origin(self._origin_names[name], line, offset)
 
+    def metadata(self, document: int) -> dict[str, Any]:
+        """The metadata fields of a document; empty where none were named."""
+        if not (self.folder / METADATA).exists():
+            return {}
+        start, stop = self._metadata_offsets[document : document + 2].tolist()
+        return json.loads(self._metadata[start:stop].tobytes())
+
+    @cached_property
+    def _metadata(self) -> np.ndarray:
+        return _mapped(self.folder / METADATA, np.dtype("u1"))
+
+    @cached_property
+    def _metadata_offsets(self) -> np.ndarray:
+        return _mapped(self.folder / METADATA_OFFSETS, np.dtype("<i8"))
+
     @cached_property
     def _origins(self) -> np.ndarray:
         return _mapped(self.folder / ORIGINS, np.dtype("<i8")).reshape(-1, 3)
@@ -129,8 +157,8 @@ class Store:
     def __init__(self, path: Path, header: Header):
         self.path = path
         self.header = header
-        self.train = Split(path / "train", header.train, header.dtype, header.shard_tokens)
-        self.holdout = Split(path / "holdout", header.holdout_split, header.dtype, header.shard_tokens)
+        self.train = Split(path / TRAIN, header.train, header.dtype, header.shard_tokens)
+        self.holdout = Split(path / HOLDOUT, header.holdout_split, header.dtype, header.shard_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -188,7 +216,8 @@ class Store:
             with (self.path / entry.name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != entry.sha256:
-                raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum. {_CURE}")
+                where = _damage(self.path / entry.name, entry)
+                raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum{where}. {_CURE}")
         return left_out
 
 
@@ -232,8 +261,9 @@ def _read_header(path: Path) -> Header:
     try:
         text = file.read_text(encoding="utf-8")
         version = json.loads(text).get("format_version")
-        if version != FORMAT_VERSION:
-            raise UserError(f"{file}: format version {version}, but this k3train reads {FORMAT_VERSION}. {_CURE}")
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            raise UserError(f"{file}: format version {version}, but this k3train reads {known}. {_CURE}")
         return Header.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -243,6 +273,22 @@ def _read_header(path: Path) -> Header:
     except (ValueError, AttributeError) as error:
         reason = str(error).replace("\n", " ")
         raise UserError(f"{file}: broken header ({reason}). {_CURE}") from error
+
+
+def _damage(file: Path, entry: FileEntry) -> str:
+    """Which blocks of a damaged file differ, for the message; nothing where that is not known."""
+    if not entry.block_bytes:
+        return ""
+    wrong = []
+    with file.open("rb") as opened:
+        for number, crc in enumerate(entry.blocks):
+            if f"{zlib.crc32(opened.read(entry.block_bytes)):08x}" != crc:
+                wrong.append(number)
+    if not wrong:
+        return ""
+    first = wrong[0] * entry.block_bytes
+    stop = min(first + entry.block_bytes, entry.bytes)
+    return f" in {len(wrong)} of {len(entry.blocks)} blocks, the first being bytes {first} to {stop}"
 
 
 def _check_split(split: Split, listed: set[str]) -> None:
