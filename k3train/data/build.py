@@ -203,14 +203,7 @@ class _Builder:
         header = Header(
             dtype="<u2" if self.work.dtype == "<u2" else "<u4",
             shard_tokens=shard_tokens,
-            tokenizer=TokenizerHeader(
-                kind=tokenizer.kind,
-                vocab_size=tokenizer.vocab_size,
-                fingerprint=tokenizer.fingerprint,
-                bos_id=tokenizer.bos_id,
-                eos_id=tokenizer.eos_id,
-                pad_id=tokenizer.pad_id,
-            ),
+            tokenizer=TokenizerHeader.of(tokenizer),
             add_bos=config.add_bos,
             add_eos=config.add_eos,
             holdout=config.holdout,

@@ -30,6 +30,13 @@ class SourceConfig(Section, drift="free"):
     files: Strings = ()
     """Paths, globs or gs:// and s3:// addresses of .txt, .jsonl (plain, .gz, .zst), .parquet, .arrow or .array_record
     files, or folders of Hugging Face datasets on disk."""
+    kind: Literal["text", "megatron", "token_array"] = "text"
+    """What the files hold: text; or tokens that are read where they lie, Megatron's pairs of .bin and .idx (the .bin is
+    named), or plain arrays of ids without a header."""
+    token_type: Literal["uint16", "uint32"] | None = None
+    """Width of an id in a token_array; nothing in the file says it."""
+    document_end: NonNegative | None = None
+    """The id with which a document of a token_array ends; without it each file is one document."""
     text_field: str = "text"
     """The field or column of a record that holds the text."""
     metadata_fields: Strings = ()
@@ -47,6 +54,12 @@ class SourceConfig(Section, drift="free"):
     def _one_origin(self) -> "SourceConfig":
         if (self.corpus is None) == (not self.files):
             raise ValueError("source takes either corpus or files")
+        if self.corpus is not None and self.kind != "text":
+            raise ValueError("a corpus is of kind: text")
+        if (self.kind == "token_array") != (self.token_type is not None):
+            raise ValueError("source.token_type says the width of ids of kind: token_array, and no other kind has one")
+        if self.document_end is not None and self.kind != "token_array":
+            raise ValueError("source.document_end is for kind: token_array; other kinds know where documents end")
         return self
 
 

@@ -17,6 +17,9 @@ from k3train.data.header import SourceFile
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".array_record", ".arrayrecord")
 
+SUFFIXES_OF = {"text": SUFFIXES, "megatron": (".bin",), "token_array": ("",)}
+"""What the files of each ``data.source.kind`` are called."""
+
 
 def find_files(patterns: tuple[str, ...], suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Files of the paths, globs and addresses, each once (links followed), in the order of the patterns, sorted within.

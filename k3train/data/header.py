@@ -6,10 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from k3train.config.section import Section, Strings
+from k3train.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 """Version 1 has no checksums of blocks, no metadata and no tokens read in place; else it is the same."""
+
+EXTENTS = "extents.bin"
+"""Of a side whose tokens are read in place, int64 [extents, 3]: first token of the side, number of the file, first
+token of the file. An extent goes on until the next begins."""
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a file that one CRC-32 in the header stands for."""
@@ -59,8 +64,22 @@ class SourceFile(Section):
     """The store's mark of an object's contents (ETag)."""
 
 
+class TokenFile(Section):
+    """A file of ids that is read where it lies."""
+
+    path: str
+    """From the root of the disk."""
+    bytes: int
+    sha256: str
+    dtype: Literal["|u1", "|i1", "<i2", "<u2", "<i4", "<u4", "<i8"]
+
+
 class SourceHeader(Section):
     """Where the text came from."""
+
+    kind: str = "text"
+    token_type: str | None = None
+    document_end: int | None = None
 
     corpus: str | None
     patterns: list[str]
@@ -83,6 +102,11 @@ class TokenizerHeader(Section):
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TokenizerHeader":
+        """What is written down of a tokenizer."""
+        return cls(**{name: getattr(tokenizer, name) for name in cls.model_fields})
 
 
 class Header(Section):
@@ -108,6 +132,8 @@ class Header(Section):
     duplicates: int = 0
     """Documents left out because ``data.source.duplicates`` lists them."""
     files: list[FileEntry]
+    token_files: list[TokenFile] = Field(default_factory=list)
+    """Files of ids that are read where they lie; the store has no shards then, and ``EXTENTS`` says what is where."""
 
     @property
     def fingerprint(self) -> str:
@@ -117,4 +143,6 @@ class Header(Section):
             if file.name.endswith((ORIGINS, ORIGIN_NAMES, METADATA, METADATA_OFFSETS)):
                 continue
             digest.update(f"{file.name} {file.bytes} {file.sha256}".encode())
+        for tokens in self.token_files:
+            digest.update(f"{tokens.dtype} {tokens.bytes} {tokens.sha256}".encode())
         return digest.hexdigest()

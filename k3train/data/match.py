@@ -5,7 +5,7 @@ from pathlib import Path
 from k3train.config.errors import UserError
 from k3train.config.object_store import in_object_store
 from k3train.data.config import DataConfig
-from k3train.data.files import describe, find_files, sha256_of
+from k3train.data.files import SUFFIXES_OF, describe, find_files, sha256_of
 from k3train.data.header import SourceFile
 from k3train.data.store import Store
 from k3train.data.tokenizer import Tokenizer
@@ -30,6 +30,9 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         made, wanted = header.source, config.source
         pairs += [
             ("data.source.corpus", made.corpus, wanted.corpus),
+            ("data.source.kind", made.kind, wanted.kind),
+            ("data.source.token_type", made.token_type, wanted.token_type),
+            ("data.source.document_end", made.document_end, wanted.document_end),
             ("data.source.files", made.patterns, list(wanted.files)),
             ("data.source.on_bad_record", made.on_bad_record, wanted.on_bad_record),
         ]
@@ -45,7 +48,7 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         f"{name}: the store has {made}, the config says {wanted}" for name, made, wanted in pairs if made != wanted
     ]
     if with_files and config.source is not None and config.source.files and not faults:
-        faults = _changed_files(store, config.source.files)
+        faults = _changed_files(store, config.source.files, SUFFIXES_OF[config.source.kind])
     if faults:
         raise UserError(
             f"{store.path}: this token store was made otherwise than the config says.\n  "
@@ -54,9 +57,9 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         )
 
 
-def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
+def _changed_files(store: Store, patterns: tuple[str, ...], suffixes: tuple[str, ...]) -> list[str]:
     try:
-        present = find_files(patterns)
+        present = find_files(patterns, suffixes)
     except UserError:
         return []
     recorded = {file.path: file for file in store.header.source.files}

@@ -7,6 +7,7 @@ from k3train.config.errors import UserError
 from k3train.data.build import Progress, build
 from k3train.data.config import DataConfig
 from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclusive
+from k3train.data.in_place import index
 from k3train.data.match import difference
 from k3train.data.store import HEADER, Store, open_store
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
@@ -60,7 +61,10 @@ def prepare(
                 return _matching(folder, config, tokenizer)
         elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UserError(f"{folder}: something that is no token store lies there; it is left alone. Mend data.store")
-        build(config, tokenizer, say, progress, shard_tokens, piece_bytes)
+        if config.source.kind == "text":
+            build(config, tokenizer, say, progress, shard_tokens, piece_bytes)
+        else:
+            index(config, tokenizer, progress)
     return open_store(folder, tokenizer=tokenizer)
 
 

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
@@ -63,6 +65,19 @@ def hugging_face(folder: Path, rows: list[dict]) -> None:
         _arrow(folder / name, part, pa.ipc.new_stream)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text("{}")
+
+
+def megatron(file: Path, documents: list[list[list[int]]], dtype: str = "<u2", **changes: object) -> None:
+    """A Megatron pair of .bin and .idx; a document is a list of sequences."""
+    code = {"|u1": 1, "|i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}[dtype]
+    sequences = [sequence for document in documents for sequence in document]
+    sizes = np.array([len(sequence) for sequence in sequences], "<i4")
+    pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * np.dtype(dtype).itemsize
+    firsts = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype("<i8")
+    file.write_bytes(np.concatenate([np.array(s, dtype) for s in sequences]).tobytes())
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, changes.get("code", code), len(sizes), len(firsts))
+    parts = sizes, changes.get("pointers", pointers), changes.get("firsts", firsts)
+    file.with_suffix(".idx").write_bytes(head + b"".join(np.asarray(part).tobytes() for part in parts))
 
 
 WRITERS: dict[str, Callable[[Path, list[dict]], object]] = {
