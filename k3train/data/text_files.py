@@ -4,11 +4,10 @@ A plain JSONL file may be read in pieces: a piece holds the lines that begin in 
 piece's start, since nobody has counted those before it; byte offsets are always the file's.
 """
 
-import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from k3train.data.extras import need
@@ -48,10 +47,9 @@ def read_text(name: str, data: bytes) -> Record:
 def read_lines(path: str, fields: Fields, start: int = 0, stop: int | None = None) -> Iterator[Record]:
     """Documents of a JSONL file; of a plain one, those whose lines begin in bytes [start, stop)."""
     with opened(path) as raw:
-        if path.endswith(".gz"):
-            yield from _read(path, io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK), fields, 0, None)
-        elif path.endswith(".zst"):
-            yield from _read(path, io.BufferedReader(_Zstd(raw), _CHUNK), fields, 0, None)
+        if path.endswith((".gz", ".zst")):
+            frames = io.BufferedReader(_Frames(raw, path.rpartition(".")[2]), _CHUNK)
+            yield from _read(path, frames, fields, 0, None)
         else:
             if start:
                 raw.seek(start - 1)
@@ -83,7 +81,7 @@ def _read(
         except EOFError:
             yield BadRecord(path, number + 1, offset, f"truncated {kind}", "the rest of the file is lost")
             return
-        except (gzip.BadGzipFile, zlib.error, BrokenZstd) as error:
+        except Broken as error:
             yield BadRecord(path, number + 1, offset, f"broken {kind}", f"{error}; the rest of the file is lost")
             return
         if not line:
@@ -160,24 +158,37 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
     return Document(text, path, number, offset, fields.of(record) if fields.metadata else {})
 
 
-class BrokenZstd(Exception):
-    """The zstd frames are damaged."""
+class Broken(Exception):
+    """The compressed frames are damaged."""
 
 
-class _Zstd(io.RawIOBase):
-    """Bytes of zstd frames. Unlike the library's own reader it raises EOFError where the last frame breaks off."""
+class _Frames(io.RawIOBase):
+    """Bytes of gzip members or zstd frames, every last one before the place where the file is damaged or breaks off.
 
-    def __init__(self, file: IO[bytes]):
-        self._library: Any = need("zstandard", "a .zst file")
-        self._file = file
+    There it raises EOFError or ``Broken``, as the libraries' own readers do not: one loses what it had buffered, the
+    other takes a file that breaks off for one that ends.
+    """
+
+    def __init__(self, file: IO[bytes], kind: str):
+        self._file, self._is_gzip = file, kind == "gz"
+        if self._is_gzip:
+            self._errors: Any = zlib.error
+            self._new: Callable[[], Any] = lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)
+        else:
+            library = need("zstandard", "a .zst file")
+            self._errors, self._new = library.ZstdError, lambda: library.ZstdDecompressor().decompressobj()
         self._frame: Any = None
-        self._ready = b""
+        self._ready, self._error = b"", ""
 
     def readable(self) -> bool:
+        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer``; the bytes, 0 at the end."""
         while not self._ready:
+            if self._error:
+                raise Broken(self._error)
             part = self._file.read(_CHUNK)
             if not part:
                 if self._frame is not None:
@@ -192,11 +203,16 @@ class _Zstd(io.RawIOBase):
     def _decompressed(self, part: bytes) -> Iterator[bytes]:
         while part:
             if self._frame is None:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
+                # Tapes and block devices leave zeros after the last member.
+                part = part.lstrip(b"\0") if self._is_gzip else part
+                if not part:
+                    return
+                self._frame = self._new()
             try:
                 yield self._frame.decompress(part)
-            except self._library.ZstdError as error:
-                raise BrokenZstd(str(error)) from error
+            except self._errors as error:
+                self._error = str(error)
+                return
             if not self._frame.eof:
                 return
             part, self._frame = self._frame.unused_data, None
