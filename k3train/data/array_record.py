@@ -53,11 +53,16 @@ def count_records(path: str) -> int:
 
 def _reader(local: str) -> Any:
     module = need("array_record.python.array_record_module", "an .array_record file")
-    return module.ArrayRecordReader(local, "readahead_buffer_size:0,max_parallelism:0")
+    reader = module.ArrayRecordReader(local, "readahead_buffer_size:0,max_parallelism:0")
+    if not reader.ok():
+        # Of a broken file it says no records; what is wrong comes with the close.
+        reader.close()
+        raise RuntimeError
+    return reader
 
 
 def _short(error: Exception) -> str:
-    return str(error).split(";")[0].splitlines()[0][:200] if str(error) else type(error).__name__
+    return str(error).split(";")[0].splitlines()[0][:200] if str(error) else "no index at its end"
 
 
 def _parse(path: str, row: int, record: bytes, fields: Fields) -> Record:
@@ -109,10 +114,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
         match tag & 7:
             case 2:
                 size, at = _varint(data, at)
-                if at + size > len(data):
-                    raise ValueError("a field runs past the end")
-                yield tag >> 3, data[at : at + size]
                 at += size
+                if at <= len(data):
+                    yield tag >> 3, data[at - size : at]
             case 0:
                 _, at = _varint(data, at)
             case 5:
@@ -121,6 +125,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
                 at += 8
             case _:
                 raise ValueError("no such wire type")
+        if at > len(data):
+            raise ValueError("a field runs past the end")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

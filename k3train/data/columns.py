@@ -5,8 +5,7 @@ file (streamed or file format) a range of its record batches.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from k3train.config.object_store import in_object_store
 from k3train.data.extras import need
@@ -63,10 +62,11 @@ def parquet_groups(path: str) -> int:
 
 def read_arrow(path: str, fields: Fields, start: int = 0, stop: int | None = None) -> Iterator[Record]:
     """Documents of record batches [start, stop)."""
-    library, row, seen = _library(), 1, 0
-    try:
-        with _batches(path) as batches:
-            for number, batch in enumerate(batches):
+    library, row = _library(), 1
+    with opened(path) as file:
+        number = -1
+        try:
+            for number, batch in enumerate(_batches(path, file)):
                 if stop is not None and number >= stop:
                     return
                 if number == 0 and (missing := _missing(path, batch.schema, fields)) is not None:
@@ -75,11 +75,10 @@ def read_arrow(path: str, fields: Fields, start: int = 0, stop: int | None = Non
                 if number >= start:
                     yield from _rows(path, batch, row, fields)
                 row += batch.num_rows
-                seen += 1
-    except (library.ArrowException, OSError) as error:
-        if seen >= start:
-            yield BadRecord(path, row, -1, "broken arrow", f"{_first_line(error)}; the rest of the file is lost")
-        return
+        except (library.ArrowException, OSError) as error:
+            if number + 1 >= start:
+                yield BadRecord(path, row, -1, "broken arrow", f"{_first_line(error)}; the rest of the file is lost")
+            return
     if row == 1 and stop is None:
         yield BadRecord(path, 1, -1, "empty file", "no rows")
 
@@ -89,12 +88,12 @@ def arrow_batches(path: str) -> int:
     if in_object_store(path):
         return 0
     library, count = _library(), 0
-    try:
-        with _batches(path) as batches:
-            for _ in batches:
+    with opened(path) as file:
+        try:
+            for _ in _batches(path, file):
                 count += 1
-    except (library.ArrowException, OSError):
-        pass
+        except (library.ArrowException, OSError):
+            pass
     return count
 
 
@@ -102,19 +101,17 @@ def _library() -> Any:
     return need("pyarrow", "a .parquet or .arrow file")
 
 
-@contextmanager
-def _batches(path: str) -> Iterator[Iterator[Any]]:
+def _batches(path: str, file: IO[bytes]) -> Iterator[Any]:
     """Record batches in order; on a disk they are mapped, so that those passed over are not read."""
     ipc = need("pyarrow.ipc", "an .arrow file")
-    with opened(path) as file:
-        is_file = file.read(len(_FILE_FORMAT)) == _FILE_FORMAT
-        file.seek(0)
-        source = file if in_object_store(path) else _library().memory_map(path)
-        if is_file:
-            reader = ipc.open_file(source)
-            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            yield iter(ipc.open_stream(source))
+    is_file = file.read(len(_FILE_FORMAT)) == _FILE_FORMAT
+    file.seek(0)
+    source = file if in_object_store(path) else _library().memory_map(path)
+    if is_file:
+        reader = ipc.open_file(source)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        yield from ipc.open_stream(source)
 
 
 def _missing(path: str, schema: Any, fields: Fields) -> BadRecord | None:

@@ -10,15 +10,19 @@ from k3train.config.section import Branch, Count, Fraction, Free, NonNegative, P
 class TokenizerConfig(Section, drift="frozen"):
     """Text to token ids."""
 
-    kind: Literal["bytes", "huggingface"] = "bytes"
-    """Bytes of UTF-8, or a Hugging Face tokenizer file."""
+    kind: Literal["bytes", "huggingface", "tiktoken"] = "bytes"
+    """Bytes of UTF-8, a Hugging Face tokenizer file, or tiktoken's ranks, as Kimi K2 and K3 have them."""
     path: Free[PathText | None] = None
-    """The ``tokenizer.json`` of kind huggingface."""
+    """The ``tokenizer.json`` of kind huggingface, the ranks (``tiktoken.model``) of kind tiktoken."""
+    pattern: str | None = None
+    """Regular expression that cuts text before the ranks do; none takes that of Kimi K2 and K3."""
 
     @model_validator(mode="after")
-    def _path_where_needed(self) -> "TokenizerConfig":
-        if (self.kind == "huggingface") != (self.path is not None):
-            raise ValueError("tokenizer.path names the tokenizer.json of kind: huggingface, and no other kind has one")
+    def _keys_where_needed(self) -> "TokenizerConfig":
+        if (self.kind == "bytes") != (self.path is None):
+            raise ValueError("tokenizer.path names the file of kind: huggingface or tiktoken; kind: bytes has none")
+        if self.pattern is not None and self.kind != "tiktoken":
+            raise ValueError("tokenizer.pattern is for kind: tiktoken; the other kinds need none")
         return self
 
 

@@ -163,10 +163,10 @@ class Broken(Exception):
 
 
 class _Frames(io.RawIOBase):
-    """Bytes of gzip members or zstd frames, every last one before the place where the file is damaged or breaks off.
+    """Bytes of gzip members or zstd frames, every last one before the place where the file breaks off.
 
-    There it raises EOFError or ``Broken``, as the libraries' own readers do not: one loses what it had buffered, the
-    other takes a file that breaks off for one that ends.
+    There it raises EOFError, and ``Broken`` where it is damaged. Of the libraries' own readers one loses what it had
+    buffered, the other takes a file that breaks off for one that ends.
     """
 
     def __init__(self, file: IO[bytes], kind: str):
