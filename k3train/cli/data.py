@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ngram.add_argument(
         "--order", type=int, default=3, metavar="N", help="symbols of a gram, the predicted one included"
     )
+    train = _action(actions, "train-tokenizer", "train a BPE tokenizer on an experiment's sources")
+    train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids in all, special ones included")
+    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
+    train.add_argument(
+        "--most-bytes", type=int, default=1 << 30, metavar="B", help="text to learn from (default 1 GiB)"
+    )
     text = "list the named corpora"
     actions.add_parser("corpora", help=text, description=text)
 
@@ -53,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
             _inspect(args)
         case "ngram":
             _ngram(args)
+        case "train-tokenizer":
+            from k3train.data.train_tokenizer import train_tokenizer
+
+            train_tokenizer(_data_config(args), args.vocab_size, args.out, args.most_bytes)
         case _:
             _corpora()
     return 0
@@ -60,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argparse.ArgumentParser:
     action = actions.add_parser(name, help=text, description=text)
-    what = "experiment file (YAML)" if name == "prepare" else "experiment file (YAML) or store folder"
-    action.add_argument("config", metavar="CONFIG" if name == "prepare" else "CONFIG|STORE", help=what)
+    takes_store = name in ("inspect", "ngram")
+    what = "experiment file (YAML) or store folder" if takes_store else "experiment file (YAML)"
+    action.add_argument("config", metavar="CONFIG|STORE" if takes_store else "CONFIG", help=what)
     action.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="values that go before the file's"
     )

@@ -4,21 +4,25 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from k3train.config.section import Branch, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
+from k3train.config.section import Branch, Count, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
 
 
 class TokenizerConfig(Section, drift="frozen"):
     """Text to token ids."""
 
-    kind: Literal["bytes", "huggingface"] = "bytes"
-    """Bytes of UTF-8, or a Hugging Face tokenizer file."""
+    kind: Literal["bytes", "huggingface", "tiktoken"] = "bytes"
+    """Bytes of UTF-8, a Hugging Face tokenizer file, or tiktoken's ranks, as Kimi K2 and K3 have them."""
     path: Free[PathText | None] = None
-    """The ``tokenizer.json`` of kind huggingface."""
+    """The ``tokenizer.json`` of kind huggingface, the ranks (``tiktoken.model``) of kind tiktoken."""
+    pattern: str | None = None
+    """Regular expression that cuts text before the ranks do; none takes that of Kimi K2 and K3."""
 
     @model_validator(mode="after")
-    def _path_where_needed(self) -> "TokenizerConfig":
-        if (self.kind == "huggingface") != (self.path is not None):
-            raise ValueError("tokenizer.path names the tokenizer.json of kind: huggingface, and no other kind has one")
+    def _keys_where_needed(self) -> "TokenizerConfig":
+        if (self.kind == "bytes") != (self.path is None):
+            raise ValueError("tokenizer.path names the file of kind: huggingface or tiktoken; kind: bytes has none")
+        if self.pattern is not None and self.kind != "tiktoken":
+            raise ValueError("tokenizer.pattern is for kind: tiktoken; the other kinds need none")
         return self
 
 
@@ -28,16 +32,38 @@ class SourceConfig(Section, drift="free"):
     corpus: str | None = None
     """A corpus of fixed version that k3train can fetch and check (``k3train data corpora``)."""
     files: Strings = ()
-    """Paths or globs of .txt, .jsonl or .jsonl.gz files."""
+    """Paths, globs or gs:// and s3:// addresses of .txt, .jsonl (plain, .gz, .zst), .parquet, .arrow or .array_record
+    files, or folders of Hugging Face datasets on disk."""
+    kind: Literal["text", "megatron", "token_array"] = "text"
+    """What the files hold: text; or tokens that are read where they lie, Megatron's pairs of .bin and .idx (the .bin is
+    named), or plain arrays of ids without a header."""
+    token_type: Literal["uint16", "uint32"] | None = None
+    """Width of an id in a token_array; nothing in the file says it."""
+    document_end: NonNegative | None = None
+    """The id with which a document of a token_array ends; without it each file is one document."""
     text_field: str = "text"
-    """The field of a JSONL record that holds the text."""
-    on_bad_record: Literal["error", "skip"] = "error"
-    """A broken line, invalid UTF-8 or an empty document: stop, or skip and count."""
+    """The field or column of a record that holds the text."""
+    metadata_fields: Strings = ()
+    """Fields that are kept with each document."""
+    on_bad_record: Literal["error", "skip", "quarantine"] = "error"
+    """A broken line, invalid UTF-8 or an empty document: stop, or skip and count, or also keep it for mending."""
+    max_bad_share: Fraction = 0.001
+    """Bad records among all, above which skipping stops after all."""
+    max_document_bytes: Count = 64 << 20
+    """A longer record is a bad one."""
+    workers: Positive | None = None
+    """Processes that read and tokenize; none takes every core."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "SourceConfig":
         if (self.corpus is None) == (not self.files):
             raise ValueError("source takes either corpus or files")
+        if self.corpus is not None and self.kind != "text":
+            raise ValueError("a corpus is of kind: text")
+        if (self.kind == "token_array") != (self.token_type is not None):
+            raise ValueError("source.token_type says the width of ids of kind: token_array, and no other kind has one")
+        if self.document_end is not None and self.kind != "token_array":
+            raise ValueError("source.document_end is for kind: token_array; other kinds know where documents end")
         return self
 
 

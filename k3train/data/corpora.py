@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3train.config.errors import UserError
-from k3train.data.sources import BadRecord, Document, read_text
+from k3train.data.records import Record
+from k3train.data.text_files import read_text
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def locate(corpus: Corpus, say: Callable[[str], None] = print) -> Path:
     return _fetch(corpus, folders[-1], say)
 
 
-def read_corpus(corpus: Corpus, archive: Path) -> Iterator[Document | BadRecord]:
+def read_corpus(corpus: Corpus, archive: Path) -> Iterator[Record]:
     """Documents of the corpus in the order of their names, one file each.
 
     Raises:

@@ -35,15 +35,28 @@ def exclusive(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what a dead writer left beside ``folder``; nothing where a writer is at work or the place is read-only."""
-    if not any(_beside(folder, what).exists() for what in ("partial", "old")):
+    if not any(_beside(folder, what).exists() for what in ("partial", "old", "work")):
         return
     with contextlib.suppress(OSError):
         lock = os.open(_beside(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear_leftovers(folder)
+            clear_work(folder)
         finally:
             os.close(lock)
+
+
+def work_folder(folder: Path) -> Path:
+    """Where the finished pieces of a store that is being made lie, made if need be. Call inside ``exclusive``."""
+    work = _beside(folder, "work")
+    work.mkdir(parents=True, exist_ok=True)
+    return work
+
+
+def clear_work(folder: Path) -> None:
+    """Remove the finished pieces. Call inside ``exclusive``."""
+    shutil.rmtree(_beside(folder, "work"), ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -81,8 +94,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = _free_bytes(folder)
             raise UserError(
-                f"{folder}: no space left on the disk ({free / 1e6:.0f} MB free); nothing half-written was kept. "
-                "Free some space or set data.store to another disk"
+                f"{folder}: no space left on the disk ({free / 1e6:.0f} MB free); the store is as it was. "
+                "Free some space, and what was tokenized so far is taken up; or set data.store to another disk"
             ) from error
         raise UserError(
             f"{folder}: cannot be written ({error.strerror or error}); set data.store to a writable place"

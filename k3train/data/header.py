@@ -5,14 +5,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from k3train.config.section import Section
+from k3train.config.section import Section, Strings
+from k3train.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+"""Version 1 has no checksums of blocks, no metadata and no tokens read in place; else it is the same."""
+
+EXTENTS = "extents.bin"
+"""Of a side whose tokens are read in place, int64 [extents, 3]: first token of the side, number of the file, first
+token of the file. An extent goes on until the next begins."""
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a file that one CRC-32 in the header stands for."""
 
 Counts = dict[str, int]
 
 ORIGINS, ORIGIN_NAMES = "doc_origins.bin", "doc_origin_names.json"
 """Where each document came from; no part of the fingerprint, since the same documents may come from other files."""
+METADATA, METADATA_OFFSETS = "doc_metadata.jsonl", "doc_metadata_offsets.bin"
+"""What a record said beside its text; no part of the fingerprint either."""
 
 
 class FileEntry(Section):
@@ -22,6 +34,10 @@ class FileEntry(Section):
     """Path below the store folder."""
     bytes: int
     sha256: str
+    block_bytes: int = 0
+    """Bytes of a block; 0 where the file has no checksums of blocks."""
+    blocks: Strings = ()
+    """CRC-32 of each block, 8 hex digits."""
 
 
 class SplitHeader(Section):
@@ -41,16 +57,37 @@ class SourceFile(Section):
     path: str
     bytes: int
     mtime_ns: int
+    """0 for an object of a store."""
     sha256: str
+    """Empty for an object of a store."""
+    version: str = ""
+    """The store's mark of an object's contents (ETag)."""
+
+
+class TokenFile(Section):
+    """A file of ids that is read where it lies."""
+
+    path: str
+    """From the root of the disk."""
+    bytes: int
+    sha256: str
+    dtype: Literal["|u1", "|i1", "<i2", "<u2", "<i4", "<u4", "<i8"]
 
 
 class SourceHeader(Section):
     """Where the text came from."""
 
+    kind: str = "text"
+    token_type: str | None = None
+    document_end: int | None = None
+
     corpus: str | None
     patterns: list[str]
     text_field: str
     on_bad_record: str
+    metadata_fields: Strings = ()
+    max_document_bytes: int = 0
+    """0 in a store that was made without a limit."""
     licence: str
     """Stated by the corpus; "not stated" for a user's own files."""
     files: list[SourceFile]
@@ -66,11 +103,16 @@ class TokenizerHeader(Section):
     eos_id: int | None
     pad_id: int | None
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TokenizerHeader":
+        """What is written down of a tokenizer."""
+        return cls(**{name: getattr(tokenizer, name) for name in cls.model_fields})
+
 
 class Header(Section):
     """``header.json``."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1, 2] = FORMAT_VERSION
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Annotated[int, Field(gt=0)]
     """Tokens in every shard but the last of a split."""
@@ -85,14 +127,22 @@ class Header(Section):
     holdout_split: SplitHeader
     skipped: Counts
     """Records skipped, by reason; each one is a line of ``skips.jsonl``."""
+    records: int = 0
+    """Records read: documents, skipped ones and duplicates. 0 in a store of version 1."""
+    duplicates: int = 0
+    """Documents left out because ``data.source.duplicates`` lists them."""
     files: list[FileEntry]
+    token_files: list[TokenFile] = Field(default_factory=list)
+    """Files of ids that are read where they lie; the store has no shards then, and ``EXTENTS`` says what is where."""
 
     @property
     def fingerprint(self) -> str:
         """sha256 over all that decides which tokens are read where: token files, offsets, tokenizer."""
         digest = hashlib.sha256(f"{self.dtype} {self.shard_tokens} {self.tokenizer.fingerprint}".encode())
         for file in self.files:
-            if file.name.endswith((ORIGINS, ORIGIN_NAMES)):
+            if file.name.endswith((ORIGINS, ORIGIN_NAMES, METADATA, METADATA_OFFSETS)):
                 continue
             digest.update(f"{file.name} {file.bytes} {file.sha256}".encode())
+        for tokens in self.token_files:
+            digest.update(f"{tokens.dtype} {tokens.bytes} {tokens.sha256}".encode())
         return digest.hexdigest()

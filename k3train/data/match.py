@@ -1,11 +1,12 @@
 """Whether an existing store is the one that the config describes. Imports no JAX."""
 
-import hashlib
 from pathlib import Path
 
 from k3train.config.errors import UserError
+from k3train.config.object_store import in_object_store
 from k3train.data.config import DataConfig
-from k3train.data.sources import find_files
+from k3train.data.files import SUFFIXES_OF, describe, find_files, sha256_of
+from k3train.data.header import SourceFile
 from k3train.data.store import Store
 from k3train.data.tokenizer import Tokenizer
 
@@ -29,16 +30,25 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         made, wanted = header.source, config.source
         pairs += [
             ("data.source.corpus", made.corpus, wanted.corpus),
+            ("data.source.kind", made.kind, wanted.kind),
+            ("data.source.token_type", made.token_type, wanted.token_type),
+            ("data.source.document_end", made.document_end, wanted.document_end),
             ("data.source.files", made.patterns, list(wanted.files)),
             ("data.source.on_bad_record", made.on_bad_record, wanted.on_bad_record),
         ]
         if wanted.files:
-            pairs.append(("data.source.text_field", made.text_field, wanted.text_field))
+            pairs += [
+                ("data.source.text_field", made.text_field, wanted.text_field),
+                ("data.source.metadata_fields", list(made.metadata_fields), list(wanted.metadata_fields)),
+            ]
+            if made.max_document_bytes:
+                limits = made.max_document_bytes, wanted.max_document_bytes
+                pairs.append(("data.source.max_document_bytes", *limits))
     faults = [
         f"{name}: the store has {made}, the config says {wanted}" for name, made, wanted in pairs if made != wanted
     ]
     if with_files and config.source is not None and config.source.files and not faults:
-        faults = _changed_files(store, config.source.files)
+        faults = _changed_files(store, config.source.files, SUFFIXES_OF[config.source.kind])
     if faults:
         raise UserError(
             f"{store.path}: this token store was made otherwise than the config says.\n  "
@@ -47,9 +57,9 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         )
 
 
-def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
+def _changed_files(store: Store, patterns: tuple[str, ...], suffixes: tuple[str, ...]) -> list[str]:
     try:
-        present = {str(path): path for path in find_files(patterns)}
+        present = find_files(patterns, suffixes)
     except UserError:
         return []
     recorded = {file.path: file for file in store.header.source.files}
@@ -58,12 +68,14 @@ def _changed_files(store: Store, patterns: tuple[str, ...]) -> list[str]:
         if name not in present:
             faults.append(f"{name}: gone since the store was made")
             continue
-        stat = present[name].stat()
-        if stat.st_size != file.bytes or (stat.st_mtime_ns != file.mtime_ns and _sha256(present[name]) != file.sha256):
+        if _is_changed(name, file):
             faults.append(f"{name}: changed since the store was made")
     return faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _is_changed(name: str, file: SourceFile) -> bool:
+    if in_object_store(name):
+        now = describe(name)
+        return (now.bytes, now.version) != (file.bytes, file.version)
+    stat = Path(name).stat()
+    return stat.st_size != file.bytes or (stat.st_mtime_ns != file.mtime_ns and sha256_of(Path(name)) != file.sha256)

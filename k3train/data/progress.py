@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from k3train.data.prepare import Progress as Reading
+from k3train.data.build import Progress as Reading
 
 _PERIOD_S = 0.1
 

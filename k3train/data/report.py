@@ -31,7 +31,8 @@ def report(store: Store, out: Console) -> None:
         column.justify = "right"
     for name, counts in (("train", header.train), ("holdout", header.holdout_split)):
         ids = f"{counts.min_id}..{counts.max_id}" if counts.tokens else "none"
-        table.add_row(name, f"{counts.documents:,}", f"{counts.tokens:,}", f"{counts.source_bytes:,}", ids)
+        text = "not counted" if header.token_files and name == "train" else f"{counts.source_bytes:,}"
+        table.add_row(name, f"{counts.documents:,}", f"{counts.tokens:,}", text, ids)
     out.print(
         f"token store {store.path}, {header.dtype[1:].replace('u2', 'uint16').replace('u4', 'uint32')} ids",
         soft_wrap=True,
@@ -51,6 +52,11 @@ def report(store: Store, out: Console) -> None:
         f"source: {what}; licence: {source.licence}; holdout {header.holdout:g}, shuffle seed {header.shuffle_seed}",
         soft_wrap=True,
     )
+    if header.token_files:
+        size = sum(file.bytes for file in header.token_files) / 2**30
+        out.print(f"tokens are read where they lie: {len(header.token_files)} file(s), {size:.2f} GiB", soft_wrap=True)
+    if header.duplicates:
+        out.print(f"left out {header.duplicates:,} duplicates", soft_wrap=True)
     if header.skipped:
         reasons = ", ".join(f"{count} {kind}" for kind, count in header.skipped.items())
         out.print(

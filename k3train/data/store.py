@@ -6,25 +6,41 @@ train/tokens-00000.bin   little-endian uint16 (uint32 where ids need it), docume
 train/doc_offsets.bin    int64 [documents + 1], first token of each document, then the count of tokens
 train/doc_origins.bin    int64 [documents, 3], where each came from: number of the file, line from 1, byte offset
 train/doc_origin_names.json  names of those files
+train/doc_metadata.jsonl     the metadata fields of each document, where some are named, and doc_metadata_offsets.bin,
+                             int64 [documents + 1], first byte of each document's line
 holdout/...              the same for documents that are never trained on, and
 holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token stands for
 """
 
 import hashlib
 import json
+import zlib
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
 
 from k3train.config.errors import UserError
-from k3train.data.header import FORMAT_VERSION, ORIGIN_NAMES, ORIGINS, Header, SplitHeader
+from k3train.data.header import (
+    EXTENTS,
+    METADATA,
+    METADATA_OFFSETS,
+    ORIGIN_NAMES,
+    ORIGINS,
+    READABLE_VERSIONS,
+    FileEntry,
+    Header,
+    SplitHeader,
+    TokenFile,
+)
 from k3train.data.tokenizer import Tokenizer
 
 HEADER = "header.json"
 SKIPS = "skips.jsonl"
+TRAIN, HOLDOUT = "train", "holdout"
 OFFSETS = "doc_offsets.bin"
 TOKEN_BYTES = "token_bytes.bin"
 
@@ -80,6 +96,21 @@ class Split:
         name, line, offset = self._origins[document].tolist()
         return Origin(self._origin_names[name], line, offset)
 
+    def metadata(self, document: int) -> dict[str, Any]:
+        """The metadata fields of a document; empty where none were named."""
+        if not (self.folder / METADATA).exists():
+            return {}
+        start, stop = self._metadata_offsets[document : document + 2].tolist()
+        return json.loads(self._metadata[start:stop].tobytes())
+
+    @cached_property
+    def _metadata(self) -> np.ndarray:
+        return _mapped(self.folder / METADATA, np.dtype("u1"))
+
+    @cached_property
+    def _metadata_offsets(self) -> np.ndarray:
+        return _mapped(self.folder / METADATA_OFFSETS, np.dtype("<i8"))
+
     @cached_property
     def _origins(self) -> np.ndarray:
         return _mapped(self.folder / ORIGINS, np.dtype("<i8")).reshape(-1, 3)
@@ -108,11 +139,9 @@ class Split:
         """Tokens [start, stop) into ``to``, not checked yet."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
-        at = start
-        while at < stop:
-            shard, inside = divmod(at, self.shard_tokens)
-            part = self._shards[shard][inside : inside + stop - at]
-            to[at - start : at - start + len(part)] = part
+        at = 0
+        for part in self._parts(start, stop):
+            to[at : at + len(part)] = part
             at += len(part)
 
     def check(self, tokens: np.ndarray, start: int) -> None:
@@ -120,15 +149,74 @@ class Split:
         if len(tokens) and not self.counts.min_id <= int(tokens.min()) <= int(tokens.max()) <= self.counts.max_id:
             raise UserError(
                 f"{self.folder}: token ids {int(tokens.min())}..{int(tokens.max())} near token {start}, "
-                f"but the header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {_CURE}"
+                f"but the header says {self.counts.min_id}..{self.counts.max_id}; a file is damaged. {CURE}"
             )
+
+    def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        at = start
+        while at < stop:
+            shard, inside = divmod(at, self.shard_tokens)
+            part = self._shards[shard][inside : inside + stop - at]
+            yield part
+            at += len(part)
+
+    def check_files(self, listed: set[str]) -> None:
+        """Raise UserError where the token files do not hold the header's tokens; ``listed`` are the header's files."""
+        shards = [shard_name(i) for i in range(-(-self.tokens // self.shard_tokens))]
+        for name in (OFFSETS, *shards):
+            if f"{self.folder.name}/{name}" not in listed:
+                raise UserError(f"{self.folder / name}: not listed in the header. {CURE}")
+        held = sum((self.folder / name).stat().st_size for name in shards)
+        if held != self.tokens * self.dtype.itemsize:
+            raise UserError(f"{self.folder}: token files and {OFFSETS} do not agree with the header. {CURE}")
 
     def document(self, index: int) -> np.ndarray:
         """Tokens of one document, int32."""
         return self.read(int(self.doc_offsets[index]), int(self.doc_offsets[index + 1]))
 
 
-_CURE = "Delete the folder and prepare it again (k3train data prepare)"
+CURE = "Delete the folder and prepare it again (k3train data prepare)"
+
+
+class InPlaceSplit(Split):
+    """One side of a store whose tokens lie in files of others."""
+
+    def __init__(self, folder: Path, counts: SplitHeader, dtype: str, token_files: list[TokenFile]):
+        super().__init__(folder, counts, dtype, shard_tokens=1)
+        self._token_files = token_files
+
+    @cached_property
+    def _extents(self) -> np.ndarray:
+        return _mapped(self.folder / EXTENTS, np.dtype("<i8")).reshape(-1, 3)
+
+    @cached_property
+    def _arrays(self) -> list[np.ndarray]:
+        return [_mapped(Path(file.path), np.dtype(file.dtype)) for file in self._token_files]
+
+    def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        firsts = self._extents[:, 0]
+        number, at = int(np.searchsorted(firsts, start, side="right")) - 1, start
+        while at < stop:
+            first, file, place = self._extents[number].tolist()
+            end = min(int(firsts[number + 1]) if number + 1 < len(firsts) else self.tokens, stop)
+            yield self._arrays[file][place + at - first : place + end - first].astype(np.int64)
+            at, number = end, number + 1
+
+    def check_files(self, listed: set[str]) -> None:
+        """See ``Split.check_files``; the files of others must be as long as they were."""
+        for name in (OFFSETS, EXTENTS):
+            if f"{self.folder.name}/{name}" not in listed:
+                raise UserError(f"{self.folder / name}: not listed in the header. {CURE}")
+        for file in self._token_files:
+            if not Path(file.path).is_file():
+                raise UserError(
+                    f"{file.path}: not there, and {self.folder.parent} reads its tokens in place; bring it back"
+                )
+            if (size := Path(file.path).stat().st_size) != file.bytes:
+                raise UserError(
+                    f"{file.path}: {size} bytes, and it had {file.bytes} when {self.folder.parent} was made of it; "
+                    "make it anew (k3train data prepare CONFIG --replace)"
+                )
 
 
 class Store:
@@ -137,8 +225,14 @@ class Store:
     def __init__(self, path: Path, header: Header):
         self.path = path
         self.header = header
-        self.train = Split(path / "train", header.train, header.dtype, header.shard_tokens)
-        self.holdout = Split(path / "holdout", header.holdout_split, header.dtype, header.shard_tokens)
+        self.train = self._split(TRAIN, header.train)
+        self.holdout = self._split(HOLDOUT, header.holdout_split)
+
+    def _split(self, name: str, counts: SplitHeader) -> Split:
+        header = self.header
+        if header.token_files:
+            return InPlaceSplit(self.path / name, counts, header.dtype, header.token_files)
+        return Split(self.path / name, counts, header.dtype, header.shard_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -196,7 +290,19 @@ class Store:
             with (self.path / entry.name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != entry.sha256:
-                raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum. {_CURE}")
+                where = _damage(self.path / entry.name, entry)
+                raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum{where}. {CURE}")
+        for tokens in self.header.token_files:
+            if most is not None and read + tokens.bytes > most:
+                left_out += tokens.bytes
+                continue
+            read += tokens.bytes
+            with Path(tokens.path).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != tokens.sha256:
+                    raise UserError(
+                        f"{tokens.path}: changed since {self.path} was made of it; bring the file back, or make the "
+                        "store anew (k3train data prepare CONFIG --replace)"
+                    )
         return left_out
 
 
@@ -219,9 +325,9 @@ def _open(path: Path, vocab_size: int | None, tokenizer: Tokenizer | None) -> St
     for entry in store.header.files:
         file = path / entry.name
         if not file.is_file():
-            raise UserError(f"{file}: missing from the token store. {_CURE}")
+            raise UserError(f"{file}: missing from the token store. {CURE}")
         if (size := file.stat().st_size) != entry.bytes:
-            raise UserError(f"{file}: {size} bytes, but the header says {entry.bytes}; truncated or changed. {_CURE}")
+            raise UserError(f"{file}: {size} bytes, but the header says {entry.bytes}; truncated or changed. {CURE}")
     for split in (store.train, store.holdout):
         _check_split(split, {entry.name for entry in store.header.files})
     if vocab_size is not None:
@@ -240,36 +346,47 @@ def _read_header(path: Path) -> Header:
     try:
         text = file.read_text(encoding="utf-8")
         version = json.loads(text).get("format_version")
-        if version != FORMAT_VERSION:
-            raise UserError(f"{file}: format version {version}, but this k3train reads {FORMAT_VERSION}. {_CURE}")
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            raise UserError(f"{file}: format version {version}, but this k3train reads {known}. {CURE}")
         return Header.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(
-            f"{file}: broken header ({'.'.join(map(str, first['loc']))}: {first['msg']}). {_CURE}"
+            f"{file}: broken header ({'.'.join(map(str, first['loc']))}: {first['msg']}). {CURE}"
         ) from error
     except (ValueError, AttributeError) as error:
         reason = str(error).replace("\n", " ")
-        raise UserError(f"{file}: broken header ({reason}). {_CURE}") from error
+        raise UserError(f"{file}: broken header ({reason}). {CURE}") from error
+
+
+def _damage(file: Path, entry: FileEntry) -> str:
+    """Which blocks of a damaged file differ, for the message; nothing where that is not known."""
+    if not entry.block_bytes:
+        return ""
+    wrong = []
+    with file.open("rb") as opened:
+        for number, crc in enumerate(entry.blocks):
+            if f"{zlib.crc32(opened.read(entry.block_bytes)):08x}" != crc:
+                wrong.append(number)
+    if not wrong:
+        return ""
+    first = wrong[0] * entry.block_bytes
+    stop = min(first + entry.block_bytes, entry.bytes)
+    return f" in {len(wrong)} of {len(entry.blocks)} blocks, the first being bytes {first} to {stop}"
 
 
 def _check_split(split: Split, listed: set[str]) -> None:
-    """Shards cover the tokens, and the offsets run from 0 to the last token without a step back."""
-    shards = -(-split.tokens // split.shard_tokens)
-    names = [OFFSETS, *(shard_name(i) for i in range(shards))]
-    for name in names:
-        if f"{split.folder.name}/{name}" not in listed:
-            raise UserError(f"{split.folder / name}: not listed in the header. {_CURE}")
-    held = sum((split.folder / name).stat().st_size for name in names[1:])
+    """Token files cover the tokens, and the offsets run from 0 to the last token without a step back."""
+    split.check_files(listed)
     offsets = split.doc_offsets
     if (
-        held != split.tokens * split.dtype.itemsize
-        or len(offsets) != split.documents + 1
+        len(offsets) != split.documents + 1
         or int(offsets[0]) != 0
         or int(offsets[-1]) != split.tokens
         or bool((np.diff(offsets) <= 0).any())
     ):
-        raise UserError(f"{split.folder}: token files and {OFFSETS} do not agree with the header. {_CURE}")
+        raise UserError(f"{split.folder}: token files and {OFFSETS} do not agree with the header. {CURE}")
 
 
 def _mapped(file: Path, dtype: np.dtype) -> np.ndarray:

@@ -1,7 +1,5 @@
-"""Text to token ids and back: the built-in byte tokenizer, and ``tokenizer.json`` files. Imports no JAX."""
+"""Text to token ids and back: the byte tokenizer, ``tokenizer.json`` files; ranks are in ``ranks.py``. No JAX."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,17 +7,8 @@ import numpy as np
 
 from k3train.config.errors import UserError
 from k3train.data.config import TokenizerConfig
+from k3train.data.special_tokens import find_specials, fingerprint
 
-PROBE = "Naïve café №5:\n\tdef f(x):  return x**2 - 0x1F  # 你好, мир — 1,234.50 🙂\r\n</s><|endoftext|>"
-"""Fixed text whose ids are part of a fingerprint: a library that encodes otherwise is another tokenizer."""
-
-# Spellings by which public tokenizers name these tokens; the first one found is taken.
-_BOS = ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<|begin▁of▁sentence|>")
-_EOS = ("</s>", "<eos>", "[EOS]", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<|end▁of▁sentence|>")
-_PAD = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-
-
-_CONFIG = "tokenizer_config.json"
 _MOST_IDS = 2**31
 
 
@@ -33,10 +22,14 @@ class Tokenizer(Protocol):
     eos_id: int | None
     pad_id: int | None
     fingerprint: str
-    """sha256 over the tokenizer's files, its special ids and its encoding of ``PROBE``."""
+    """sha256 over the tokenizer's files, its special ids and its encoding of ``special_tokens.PROBE``."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of ``text``, int32 [n]; never BOS, EOS or PAD."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """``encode`` of each text, faster than one by one."""
         ...
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -58,11 +51,15 @@ class ByteTokenizer:
     eos_id: int | None = 258
 
     def __init__(self) -> None:
-        self.fingerprint = _fingerprint(self, b"bytes")
+        self.fingerprint = fingerprint(self, b"bytes")
 
     def encode(self, text: str) -> np.ndarray:
         """See ``Tokenizer.encode``."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """See ``Tokenizer.encode_batch``."""
+        return [self.encode(text) for text in texts]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """See ``Tokenizer.encode_spans``: one byte each."""
@@ -97,15 +94,18 @@ class HuggingFaceTokenizer:
             raise UserError(f"{path}: the tokenizer has no vocabulary")
         if self.vocab_size > _MOST_IDS:
             raise UserError(f"{path}: token id {self.vocab_size - 1} does not fit 32 bits; the file is damaged")
-        named = _special_names(file.with_name(_CONFIG))
-        self.bos_id = self._find(file, named, "bos_token", _BOS)
-        self.eos_id = self._find(file, named, "eos_token", _EOS)
-        self.pad_id = self._find(file, named, "pad_token", _PAD)
-        self.fingerprint = _fingerprint(self, file.read_bytes())
+        added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(file, added)
+        self.fingerprint = fingerprint(self, file.read_bytes())
 
     def encode(self, text: str) -> np.ndarray:
         """See ``Tokenizer.encode``."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """See ``Tokenizer.encode_batch``; without the characters' places, which ``encode_spans`` needs."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """See ``Tokenizer.encode_spans``; what the tokenizer drops counts for the token after it."""
@@ -127,36 +127,24 @@ class HuggingFaceTokenizer:
         inside = values[(values >= 0) & (values < self.vocab_size)]
         return self._tokenizer.decode(inside.tolist(), skip_special_tokens=True)
 
-    def _find(self, file: Path, named: dict[str, str], key: str, usual: tuple[str, ...]) -> int | None:
-        """Id of a special token: the one that is named, else the first usual one, among the added tokens."""
-        added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
-        if key in named and named[key] not in added:
-            raise UserError(
-                f"{file.with_name(_CONFIG)}: {key} is {named[key]!r}, none of the added tokens of {file.name}; "
-                "mend the name, or bring the file that belongs to it"
-            )
-        if key in named:
-            return added[named[key]]
-        return next((added[name] for name in usual if name in added), None)
-
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the config names.
 
     Raises:
-      UserError: missing or broken file, or the ``hf`` extra is not installed.
+      UserError: missing or broken file, or the extra of its kind (``hf``, ``data``) is not installed.
     """
-    match config.kind:
-        case "bytes":
-            return ByteTokenizer()
-        case "huggingface":
-            assert config.path is not None  # the config section sees to it
-            try:
-                return HuggingFaceTokenizer(config.path)
-            except OSError as error:
-                raise UserError(
-                    f"data.tokenizer.path: {config.path} cannot be read ({error.strerror or error})"
-                ) from error
+    if config.kind == "bytes":
+        return ByteTokenizer()
+    assert config.path is not None  # the config section sees to it
+    try:
+        if config.kind == "tiktoken":
+            from k3train.data.ranks import RanksTokenizer
+
+            return RanksTokenizer(config.path, config.pattern)
+        return HuggingFaceTokenizer(config.path)
+    except OSError as error:
+        raise UserError(f"data.tokenizer.path: {config.path} cannot be read ({error.strerror or error})") from error
 
 
 def _load(file: Path) -> Any:
@@ -171,29 +159,3 @@ def _load(file: Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for every fault of the file
         raise UserError(f"{file}: not a tokenizer.json that the tokenizers library reads ({error})") from error
-
-
-def _special_names(file: Path) -> dict[str, str]:
-    """Names of special tokens from a ``tokenizer_config.json``, where there is one."""
-    if not file.is_file():
-        return {}
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON ({error}); mend it or move it away") from error
-    if not isinstance(entries, dict):
-        raise UserError(f"{file}: not a JSON object of names; mend it or move it away")
-    names = {}
-    for key in ("bos_token", "eos_token", "pad_token"):
-        value = entries.get(key)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            names[key] = value
-    return names
-
-
-def _fingerprint(tokenizer: Tokenizer, files: bytes) -> str:
-    digest = hashlib.sha256(hashlib.sha256(files).digest())
-    digest.update(repr((tokenizer.kind, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)).encode())
-    digest.update(tokenizer.encode(PROBE).astype("<i4").tobytes())
-    return digest.hexdigest()

@@ -75,7 +75,7 @@ def test_bad_input_is_one_line_and_exit_30(experiment, tmp_path, capsys):
     assert "bad.txt: line 1, byte 3: invalid UTF-8" in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "store").exists()
-    assert main(["data", "prepare", experiment, "data.source.on_bad_record=skip"]) == 0
+    assert main(["data", "prepare", experiment, "data.source.on_bad_record=skip", "data.source.max_bad_share=1"]) == 0
     assert "skipped 1 records (1 invalid UTF-8)" in capsys.readouterr().out
 
 

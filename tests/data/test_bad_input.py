@@ -52,7 +52,7 @@ def test_bad_line(tmp_path, make_config, kind, suffix):
     assert error.value.exit_code is ExitCode.CONFIG
     assert str(file) in str(error.value)
     assert "on_bad_record: skip" in str(error.value)
-    store = run(make_config(source={"files": [str(file)], "on_bad_record": "skip"}))
+    store = run(make_config(source={"files": [str(file)], "on_bad_record": "skip", "max_bad_share": 1.0}))
     assert store.train.documents == 2
     assert store.header.skipped == {kind: 1}
     (skip,) = [json.loads(line) for line in (store.path / "skips.jsonl").read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_bad_file(tmp_path, make_config, case):
     with pytest.raises(UserError, match=says):
         run(make_config([file, good]))
     assert not (tmp_path / "store").exists()
-    store = run(make_config(source={"files": [str(file), str(good)], "on_bad_record": "skip"}))
+    store = run(make_config(source={"files": [str(file), str(good)], "on_bad_record": "skip", "max_bad_share": 1.0}))
     assert sum(store.header.skipped.values()) == 1
     assert store.train.documents >= 1
 
@@ -78,7 +78,7 @@ def test_truncated_gzip_keeps_the_lines_before(tmp_path, make_config):
     file = tmp_path / "a.jsonl.gz"
     whole = b"".join(json.dumps({"text": f"document {i * 7919}"}).encode() + b"\n" for i in range(5000))
     file.write_bytes(gzip.compress(whole)[:-2000])
-    store = run(make_config(source={"files": [str(file)], "on_bad_record": "skip"}))
+    store = run(make_config(source={"files": [str(file)], "on_bad_record": "skip", "max_bad_share": 1.0}))
     assert 0 < store.train.documents < 5000
     (skip,) = [json.loads(line) for line in (store.path / "skips.jsonl").read_text().splitlines()]
     assert skip["line"] == store.train.documents + 1
@@ -90,7 +90,7 @@ def test_truncated_gzip_keeps_the_lines_before(tmp_path, make_config):
     [
         (["none/*.txt"], r"no file matches none/\*\.txt"),
         (["gone.txt"], "no file matches gone.txt"),
-        (["a.pdf"], "a.pdf is none of .txt, .jsonl, .jsonl.gz"),
+        (["a.pdf"], "a.pdf is none of .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .array_record"),
         (["*"], "is none of"),
         (["folder"], "is a folder; name its files"),
         (["linked/*.txt"], "linked/gone.txt is a link to nothing; mend or remove it"),
@@ -147,7 +147,7 @@ def test_a_file_name_with_brackets_is_a_file(tmp_path, make_config):
 
 def test_no_documents_left(tmp_path, make_config):
     (tmp_path / "a.txt").write_bytes(b"")
-    config = make_config(source={"files": [f"{tmp_path}/*.txt"], "on_bad_record": "skip"})
+    config = make_config(source={"files": [f"{tmp_path}/*.txt"], "on_bad_record": "skip", "max_bad_share": 1.0})
     with pytest.raises(UserError, match=r"no documents are left \(1 records skipped: 1 empty file\)"):
         run(config)
 

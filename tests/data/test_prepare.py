@@ -101,9 +101,8 @@ def test_large_vocabulary_takes_four_bytes(text_files, make_config, monkeypatch)
     class Wide(ByteTokenizer):
         vocab_size = 70_000
 
-        def encode_spans(self, text):
-            ids, spans = super().encode_spans(text)
-            return ids + 69_000, spans
+        def encode(self, text):
+            return super().encode(text) + 69_000
 
     monkeypatch.setattr("k3train.data.prepare.load_tokenizer", lambda _: Wide())
     store = prepare(make_config(text_files), say=quiet)
@@ -196,9 +195,14 @@ def test_disk_full_leaves_the_old_store(text_files, make_config, monkeypatch, tm
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer, "write_file", full)
-    with pytest.raises(UserError, match=r"no space left on the disk .* nothing half-written was kept"):
+    with pytest.raises(UserError, match=r"no space left on the disk .* the store is as it was"):
         prepare(config, replace=True, say=quiet)
     assert contents(store.path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".store.lock", ".store.work", "store"]
+    monkeypatch.undo()
+    said = []
+    prepare(config, replace=True, say=said.append)
+    assert said == ["1 of 1 pieces were tokenized before; going on from there"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".store.lock", "store"]
 
 

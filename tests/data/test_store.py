@@ -1,5 +1,6 @@
 import json
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -73,8 +74,44 @@ def test_flipped_bit_is_found_by_verify(copied):
     data[100] ^= 1
     file.write_bytes(data)
     store = open_store(copied)
-    with pytest.raises(UserError, match=r"tokens-00000.bin: contents differ from the header's checksum"):
+    with pytest.raises(UserError, match=r"tokens-00000.bin: contents differ .* in 1 of 1 blocks, .* bytes 0 to 1994"):
         store.verify()
+
+
+def test_damage_is_told_by_the_block(copied, monkeypatch):
+    """A store with small blocks, written by hand into the header."""
+    file = copied / "train" / "tokens-00000.bin"
+    data = file.read_bytes()
+    header = json.loads((copied / "header.json").read_text())
+    (entry,) = (entry for entry in header["files"] if entry["name"] == "train/tokens-00000.bin")
+    entry["block_bytes"] = 500
+    entry["blocks"] = [f"{zlib.crc32(data[i : i + 500]):08x}" for i in range(0, len(data), 500)]
+    header_with(copied, files=header["files"])
+    open_store(copied).verify()
+    file.write_bytes(data[:1200] + bytes([data[1200] ^ 1]) + data[1201:])
+    with pytest.raises(UserError, match="in 1 of 4 blocks, the first being bytes 1000 to 1500"):
+        open_store(copied).verify()
+
+
+def test_a_store_of_version_1_is_read(store, copied):
+    header = json.loads((copied / "header.json").read_text())
+    for entry in header["files"]:
+        del entry["block_bytes"], entry["blocks"]
+    for name in ("metadata_fields", "max_document_bytes"):
+        del header["source"][name]
+    for name in ("records", "duplicates"):
+        del header[name]
+    (copied / "header.json").write_text(json.dumps(header | {"format_version": 1}))
+    old = open_store(copied)
+    old.verify()
+    assert old.fingerprint == store.fingerprint
+    config = {
+        "store": str(copied),
+        "sequence_length": 32,
+        "holdout": 0.2,
+        "source": {"files": list(header["source"]["patterns"])},
+    }
+    ensure_store(DataConfig.model_validate(config))
 
 
 @pytest.mark.parametrize("name", ["train/tokens-00000.bin", "train/doc_offsets.bin", "holdout/token_bytes.bin"])
@@ -119,7 +156,7 @@ def test_offsets_that_go_back(copied):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format_version": 2}, "format version 2, but this k3train reads 1"),
+        ({"format_version": 3}, "format version 3, but this k3train reads 1 and 2"),
         ({"dtype": "<f4"}, "broken header"),
         ({"surprise": 1}, "broken header"),
         ({"shard_tokens": 2000}, "agree|not listed"),

@@ -125,7 +125,7 @@ def test_prepare_skips_and_counts_by_policy(project, capsys):
     (project / "text" / "b.jsonl").write_bytes(
         b'{"text": "a"}\n{"text": "\xff"}\nno json\n{"text": " "}\n{"txt": "c"}\n'
     )
-    options = ["data.source.on_bad_record=skip", f"data.store={project / 'new'}"]
+    options = ["data.source.on_bad_record=skip", "data.source.max_bad_share=1", f"data.store={project / 'new'}"]
     assert main(["data", "prepare", str(project / "x.yaml"), *options]) == 0
     assert "skipped 4 records" in capsys.readouterr().out
     lines = [json.loads(line) for line in (project / "new" / "skips.jsonl").read_text().splitlines()]

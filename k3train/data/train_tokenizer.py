@@ -1,0 +1,95 @@
+"""A byte-level BPE tokenizer trained on the configured sources, through the ``tokenizers`` library. Imports no JAX.
+
+Text is cut as Kimi K2 and K3 cut it, so that no token crosses a word. Held-out documents are left out. The same sources
+give the same file, byte for byte.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from k3train.config.errors import UserError
+from k3train.config.storage import write_whole
+from k3train.data.config import DataConfig
+from k3train.data.corpora import get_corpus, locate
+from k3train.data.extras import need
+from k3train.data.files import find_files
+from k3train.data.ranks import KIMI
+from k3train.data.records import BadRecord, Fields
+from k3train.data.sources import Piece, read_piece
+from k3train.data.special_tokens import CONFIG
+from k3train.data.writer import is_held_out
+
+SPECIALS = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+LEAST = 256 + len(SPECIALS)
+
+
+def train_tokenizer(
+    config: DataConfig, vocab_size: int, out: Path, most_bytes: int, say: Callable[[str], None] = print
+) -> Path:
+    """Train and write ``out`` (a tokenizer.json), with a tokenizer_config.json beside it.
+
+    Args:
+      config: the data section; its source is read, its tokenizer is not.
+      vocab_size: ids in all, special ones included; fewer where the text has no more pairs.
+      out: the file.
+      most_bytes: UTF-8 bytes of text to learn from, the first ones of the sources.
+      say: receives lines for a person.
+
+    Raises:
+      UserError: bad input (as in ``prepare``), no text, too few ids, or the library is missing.
+    """
+    if vocab_size < LEAST:
+        raise UserError(f"--vocab-size {vocab_size}: 256 bytes and {len(SPECIALS)} special tokens need {LEAST}")
+    if config.source is None or config.source.kind != "text":
+        raise UserError("data.source: a tokenizer is trained on text; name a corpus or files of kind: text")
+    if out.exists():
+        raise UserError(f"{out}: there is one already; move it away, or name another with --out")
+    library = need("tokenizers", "data train-tokenizer", extra="hf")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    cut = library.pre_tokenizers.Split(library.Regex(KIMI), behavior="isolated")
+    level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([cut, level])
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS.values()),
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    taken = {"documents": 0, "bytes": 0}
+    tokenizer.train_from_iterator(_texts(config, most_bytes, taken, say), trainer)
+    if not taken["documents"]:
+        raise UserError("data.source: no document to learn from")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out.with_name(CONFIG), json.dumps(SPECIALS, indent=1) + "\n")
+    write_whole(out, tokenizer.to_str(pretty=True) + "\n")
+    say(
+        f"{out}: {tokenizer.get_vocab_size()} ids, learned from {taken['documents']:,} documents "
+        f"({taken['bytes']:,} bytes)"
+    )
+    return out
+
+
+def _texts(config: DataConfig, most_bytes: int, taken: dict[str, int], say: Callable[[str], None]) -> Iterator[str]:
+    source = config.source
+    assert source is not None
+    if source.corpus is not None:
+        paths = [str(locate(get_corpus(source.corpus), say))]
+    else:
+        paths = find_files(source.files)
+    fields = Fields(source.text_field, (), source.max_document_bytes)
+    for record in read_piece(Piece(tuple(range(len(paths)))), paths, fields, source.corpus):
+        if isinstance(record, BadRecord):
+            if source.on_bad_record == "error":
+                raise UserError(f"{record}. Mend the file, or set data.source.on_bad_record: skip")
+            continue
+        data = record.text.encode("utf-8")
+        if is_held_out(hashlib.sha256(data).digest(), config.holdout):
+            continue
+        if taken["bytes"] + len(data) > most_bytes:
+            return
+        taken["documents"] += 1
+        taken["bytes"] += len(data)
+        yield record.text
