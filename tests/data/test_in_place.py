@@ -9,6 +9,7 @@ from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
 from k3train.data.loader import Loader
 from k3train.data.ngram import evaluate_ngram
+from k3train.data.pack import Chunks
 from k3train.data.prepare import ensure_store, prepare
 from k3train.data.store import open_store
 from k3train.data.tokenizer import ByteTokenizer
@@ -80,7 +81,7 @@ def test_the_side_follows_from_the_ids_alone(texts, tmp_path, make_config):
 def test_training_and_scores_are_those_of_a_copied_store(texts, tmp_path, make_config):
     config = make_config(source=array_files(tmp_path, texts, "uint16"), holdout=0.3)
     store = prepare(config, say=quiet)
-    loader = Loader(store.train, config, global_batch=4, seed=1)
+    loader = Loader(Chunks(store.train, 32), config, global_batch=4, seed=1)
     batch = next(loader)
     loader.close()
     whole = store.train.read(0, store.train.tokens)
