@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ngram.add_argument(
         "--order", type=int, default=3, metavar="N", help="symbols of a gram, the predicted one included"
     )
+    dedup = _action(actions, "dedup", "list the duplicates among an experiment's sources, for prepare to leave out")
+    dedup.add_argument("--out", type=Path, required=True, metavar="FILE", help="the list to write")
+    dedup.add_argument(
+        "--threshold", type=float, default=0.8, metavar="S", help="similarity of near duplicates (default 0.8)"
+    )
     train = _action(actions, "train-tokenizer", "train a BPE tokenizer on an experiment's sources")
     train.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids in all, special ones included")
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write")
@@ -59,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             _inspect(args)
         case "ngram":
             _ngram(args)
+        case "dedup":
+            _dedup(args)
         case "train-tokenizer":
             from k3train.data.train_tokenizer import train_tokenizer
 
@@ -133,6 +140,19 @@ def _ngram(args: argparse.Namespace) -> None:
     print(
         f"order-{result.order} byte n-gram (interpolated Kneser-Ney): {result.bits_per_byte:.4f} bits per byte "
         f"held out ({result.source_bytes} bytes, {result.supervised} symbols scored)"
+    )
+
+
+def _dedup(args: argparse.Namespace) -> None:
+    from k3train.data.dedup import dedup
+    from k3train.data.progress import ReadingBar
+
+    with ReadingBar() as bar:
+        found = dedup(_data_config(args), args.out, threshold=args.threshold, say=bar.say, progress=bar.update)
+    share = found.duplicate_bytes / max(found.source_bytes, 1)
+    print(
+        f"{args.out}: {found.exact:,} exact and {found.near:,} near duplicates among {found.documents:,} documents "
+        f"({share:.2%} of their bytes); name it as data.source.duplicates"
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig, SourceConfig
 from k3train.data.corpora import get_corpus, locate
+from k3train.data.duplicates import read_list
 from k3train.data.files import describe, find_files
 from k3train.data.folder import clear_work, disk_errors, work_folder, written_whole
 from k3train.data.header import FileEntry, Header, SourceHeader, TokenizerHeader
@@ -55,8 +56,12 @@ def build(
     """
     assert config.source is not None  # prepare sees to it
     folder = Path(config.store)
-    origin = _origin(config.source, say)
+    origin = describe_source(config.source, say)
     pieces = cut(origin.files, piece_bytes)
+    digest, dropped = "", {}
+    if config.source.duplicates is not None:
+        digest, dropped = read_list(config.source.duplicates, origin.files, config.source.text_field)
+        origin = origin.model_copy(update={"duplicates": digest})
     with disk_errors(folder):
         work = Work(
             config,
@@ -64,8 +69,9 @@ def build(
             work_folder(folder),
             "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
             tokenizer.fingerprint,
+            digest,
         )
-        builder = _Builder(work, tokenizer, pieces, say, progress)
+        builder = _Builder(work, tokenizer, pieces, dropped, say, progress)
         count = min(config.source.workers or cores(), len(builder.todo))
         with Workers(count, work.dump(), builder.here) as workers:
             builder.tokenize(workers)
@@ -83,9 +89,11 @@ class _Builder:
         work: Work,
         tokenizer: Tokenizer,
         pieces: list[Piece],
+        dropped: dict[str, list[int]],
         say: Callable[[str], None],
         progress: Callable[[Progress], None],
     ):
+        self.dropped = dropped
         self.work, self.tokenizer, self.pieces, self.progress = work, tokenizer, pieces, progress
         assert work.config.source is not None
         self.source = work.config.source
@@ -129,7 +137,7 @@ class _Builder:
         for i in self.todo:
             piece = self.pieces[i]
             stretch = {"files": piece.files, "start": piece.start, "stop": piece.stop, "bytes": piece.bytes}
-            jobs.append({"do": "piece", "dropped": []} | stretch)
+            jobs.append({"do": "piece", "dropped": self._dropped_in(piece)} | stretch)
         bad: dict[int, dict[str, Any]] = {}
         for number, result in workers.map(jobs):
             if "bad_record" in result:
@@ -142,6 +150,15 @@ class _Builder:
             first = min(bad)
             record = self._placed(bad[first], self.pieces[first])
             raise UserError(f"{record}. Mend the file, or set data.source.on_bad_record: skip")
+
+    def _dropped_in(self, piece: Piece) -> list[tuple[str, int]]:
+        """Documents of a piece that the list of duplicates names."""
+        paths = [self.work.files[i].path for i in piece.files]
+        names = paths if self.source.corpus is None else list(self.dropped)
+        found = [(name, at) for name in names for at in self.dropped.get(name, [])]
+        if paths[0].endswith(".jsonl") and piece.stop is not None:
+            return [(name, at) for name, at in found if piece.start <= at < piece.stop]
+        return found
 
     def _placed(self, bad: dict[str, Any], piece: Piece) -> BadRecord:
         """The record with its line counted from the start of its file."""
@@ -258,8 +275,12 @@ class _Builder:
         )
 
 
-def _origin(source: SourceConfig, say: Callable[[str], None]) -> SourceHeader:
-    """What the source is, with its files."""
+def describe_source(source: SourceConfig, say: Callable[[str], None]) -> SourceHeader:
+    """What the source is, with its files.
+
+    Raises:
+      UserError: no such file, or one cannot be read; the corpus cannot be fetched.
+    """
     if source.corpus is not None:
         corpus = get_corpus(source.corpus)
         paths, licence = [str(locate(corpus, say))], corpus.licence

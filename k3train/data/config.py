@@ -51,6 +51,8 @@ class SourceConfig(Section, drift="free"):
     """Bad records among all, above which skipping stops after all."""
     max_document_bytes: Count = 64 << 20
     """A longer record is a bad one."""
+    duplicates: PathText | None = None
+    """A list of ``data dedup``; the documents in it are left out."""
     workers: Positive | None = None
     """Processes that read and tokenize; none takes every core."""
 

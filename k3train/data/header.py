@@ -88,6 +88,8 @@ class SourceHeader(Section):
     metadata_fields: Strings = ()
     max_document_bytes: int = 0
     """0 in a store that was made without a limit."""
+    duplicates: str = ""
+    """sha256 of the list of documents that were left out; empty where there was none."""
     licence: str
     """Stated by the corpus; "not stated" for a user's own files."""
     files: list[SourceFile]

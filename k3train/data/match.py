@@ -41,6 +41,10 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
                 ("data.source.text_field", made.text_field, wanted.text_field),
                 ("data.source.metadata_fields", list(made.metadata_fields), list(wanted.metadata_fields)),
             ]
+            # A list may stay behind where the store is carried to another machine.
+            if not wanted.duplicates or (with_files and Path(wanted.duplicates).is_file()):
+                listed = sha256_of(Path(wanted.duplicates)) if wanted.duplicates else ""
+                pairs.append(("data.source.duplicates (sha256)", made.duplicates[:12], listed[:12]))
             if made.max_document_bytes:
                 limits = made.max_document_bytes, wanted.max_document_bytes
                 pairs.append(("data.source.max_document_bytes", *limits))

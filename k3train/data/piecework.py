@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import zlib
+from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
 from k3train.data.header import SourceFile
 from k3train.data.records import BadRecord, Document, Fields, place
+from k3train.data.sketch import exact_key, signature
 from k3train.data.sources import Piece, read_piece
 from k3train.data.store import HOLDOUT, TRAIN
+from k3train.data.text_files import count_lines
 from k3train.data.tokenizer import Tokenizer
 from k3train.data.writer import Side, is_held_out, write_shard, write_token_bytes
 
@@ -98,20 +101,25 @@ class Work:
         )
 
 
-def do(work: Work, tokenizer: Tokenizer, job: dict[str, Any], tick: Callable[[int], None] = lambda _: None) -> Any:
-    """Do one job, as JSON has it: tokenize a piece, or write a shard or the table of bytes of a side.
+def do(
+    work: Work, tokenizer: Tokenizer | None, job: dict[str, Any], tick: Callable[[int], None] = lambda _: None
+) -> Any:
+    """Do one job, as JSON has it: tokenize or sketch a piece, or write a shard or the table of bytes of a side.
 
     Args:
       work: see there.
-      tokenizer: of the config.
-      job: ``{"do": "piece", ...}`` or ``{"do": "shard", ...}``.
+      tokenizer: of the config; pieces that are tokenized need it.
+      job: ``{"do": "piece", ...}``, ``{"do": "sketch", ...}`` or ``{"do": "shard", ...}``.
       tick: called with the documents of the piece so far.
 
     Raises:
       UserError: a source cannot be read, or the tokenizer makes special tokens of text.
     """
-    if job["do"] == "piece":
+    if job["do"] in ("piece", "sketch"):
         piece = Piece(tuple(job["files"]), job["start"], job["stop"], job["bytes"])
+        if job["do"] == "sketch":
+            return sketch_piece(work, piece, job["out"])
+        assert tokenizer is not None
         return tokenize_piece(work, tokenizer, piece, {tuple(entry) for entry in job["dropped"]}, tick)
     folders = [work.folder / name for name in job["folders"]]
     plan, out = np.load(work.folder / job["plan"], mmap_mode="r"), Path(job["out"])
@@ -120,6 +128,31 @@ def do(work: Work, tokenizer: Tokenizer, job: dict[str, Any], tick: Callable[[in
     else:
         entry = write_shard(folders, job["side"], plan, work.dtype, job["index"], job["shard_tokens"], out)
     return entry.model_dump(mode="json")
+
+
+def sketch_piece(work: Work, piece: Piece, out: str) -> dict[str, Any]:
+    """Sketches of a piece's documents into files ``out``.*; their count, or the first bad record under ``error``."""
+    source = work.config.source
+    assert source is not None
+    names: dict[str, int] = {}
+    table, keys = array("q"), bytearray()
+    with (work.folder / f"{out}.signatures").open("wb") as signatures:
+        for record in read_piece(piece, [file.path for file in work.files], work.fields, source.corpus):
+            if isinstance(record, BadRecord):
+                if source.on_bad_record == "error":
+                    if piece.start and record.offset >= 0:
+                        before = count_lines(record.file, piece.start)
+                        record = replace(record, line=record.line + before)
+                    return {"bad": str(record), "stop": True}
+                continue
+            file, at = place(record)
+            table.extend((names.setdefault(file, len(names)), at, len(record.text.encode("utf-8"))))
+            keys += exact_key(record.text)
+            signatures.write(signature(record.text).tobytes())
+    np.save(work.folder / f"{out}.table.npy", np.array(table, np.int64).reshape(-1, 3))
+    (work.folder / f"{out}.keys").write_bytes(bytes(keys))
+    (work.folder / f"{out}.names").write_text(json.dumps(list(names)), encoding="utf-8")
+    return {"documents": len(table) // 3}
 
 
 def finished(folder: Path) -> dict[str, Any] | None:

@@ -28,7 +28,8 @@ def main() -> None:
     while True:
         job = json.loads(lines.get())
         try:
-            tokenizer = tokenizer or load_tokenizer(work.config.tokenizer)
+            if job["do"] == "piece" and tokenizer is None:
+                tokenizer = load_tokenizer(work.config.tokenizer)
             answer: dict[str, Any] = {"result": do(work, tokenizer, job)}
         except UserError as error:
             answer = {"failure": {"kind": "user", "message": str(error), "code": int(error.exit_code)}}

@@ -4,6 +4,7 @@ They are no children of ``multiprocessing``: a training process that prepares it
 fork survives, and a worker whose parent was killed must not go on writing.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -48,8 +49,10 @@ class Workers:
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+                # Closing flushes, which a pipe without a reader refuses.
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
 
     def map(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """(number, result) of the jobs as they end.
@@ -114,24 +117,20 @@ def _start(setup: dict[str, Any]) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     assert process.stdin is not None
-    try:
+    with contextlib.suppress(OSError):  # one that died at once is found out by the first job
         process.stdin.write(json.dumps(setup) + "\n")
         process.stdin.flush()
-    except OSError:
-        pass  # it died at once, which the first job finds out
     return process
 
 
 def _ask(process: subprocess.Popen[str], job: Job) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
-    try:
+    with contextlib.suppress(OSError, ValueError):
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         line = process.stdout.readline()
         if line:
             return json.loads(line)
-    except (OSError, ValueError):
-        pass
     return {"failure": {"kind": "died", "status": process.wait()}}
 
 
