@@ -199,12 +199,13 @@ class Masks:
         end = (i & -2 * b) + b - 1
         return self.matrix(((j > end) & (j <= i)) | ((j > i) & (j <= end)))
 
-    def pairs(self, stage: Stage) -> jax.Array:
-        """Pairs i > j of a stage, bool."""
+    def pairs(self, stage: Stage, flip: bool = False) -> jax.Array:
+        """Pairs i > j of a stage, bool; ``flip``: transposed."""
+        i, j = (self.j, self.i) if flip else (self.i, self.j)
         b = stage.size
         if stage.kind == "block":
-            return ((self.i & -b) == (self.j & -b)) & (self.i > self.j)
-        return ((self.i & -2 * b) == (self.j & -2 * b)) & ((self.i & b) > (self.j & b))
+            return ((i & -b) == (j & -b)) & (i > j)
+        return ((i & -2 * b) == (j & -2 * b)) & ((i & b) > (j & b))
 
 
 def factors(masks: Masks, stage: Stage, high, low) -> tuple[jax.Array, jax.Array]:
