@@ -10,6 +10,7 @@ which no decay touches, stays out of those sums; a pair's two ends multiply by t
 cancel does; and sums run over the tokens between a token and its reference only (``parts.py``), as the exponents' do.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -186,10 +187,8 @@ def _body(form: Form, ref, out, s) -> None:
     q, k = _tiles(form, s, at, tokens)
     high, low, total = _gate(form, s, at, tokens.valid)
     dq, dk, dg, more = _through_states(masks, s, at, tokens, (high, low), jnp.exp2(total) * whole, q, k)
-    d_beta = d_beta + more
-    for stage in form.backward_stages():
-        dq, dk, dg, more = _through_pairs(masks, stage, s, at, tokens, (high, low), q, k, (dq, dk, dg))
-        d_beta = d_beta + more
+    work = partial(_through_pairs, masks, s, at, tokens, (high, low), q, k)
+    dq, dk, dg, d_beta = parts.each_stage(form.backward_block(), work, (dq, dk, dg, d_beta + more))
     on_self = rows(load(s.on_self.at[0], parts.ROW))
     dq, dk = dq + on_self * k(), dk + on_self * q()
     _finish(form, ref, out, s, at, tokens, dq, dk, d_beta)
@@ -286,9 +285,9 @@ def _turned_pairs(s, which: int) -> jax.Array:
     return plgpu.layout_cast(turned, parts.WGMMA)
 
 
-def _through_pairs(masks, stage: parts.Stage, s, at: Place, tokens: Tokens, g, q, k, sums):
-    """``sums`` (dq, dk, dg) plus what a stage's pairs say, and what they say of beta."""
-    dq, dk, dg = sums
+def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.Stage, sums):
+    """``sums``, dq, dk, dg and d_beta, plus what a stage's pairs say."""
+    dq, dk, dg, d_beta = sums
     earlier_k, later_q = s.states.at[at.group, 0], s.states.at[at.group, 1]
     later_k, spare = s.d_states.at[at.group, 0], s.d_states.at[at.group, 1]
     later, earlier = parts.factors(masks, stage, *g)
@@ -307,7 +306,7 @@ def _through_pairs(masks, stage: parts.Stage, s, at: Place, tokens: Tokens, g, q
     d_exponent = d_exponent + d_later * parts.wide_tile(later_k)
     d_beta_k = d_later * later
     dk = dk + d_beta_k * rows(tokens.beta)
-    d_beta = jnp.sum(d_beta_k * k(), axis=1)
+    d_beta = d_beta + jnp.sum(d_beta_k * k(), axis=1)
 
     pairs = masks.pairs(stage, flip=True)
     d_earlier = dot(

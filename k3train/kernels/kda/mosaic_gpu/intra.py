@@ -9,6 +9,7 @@ The inverse doubles exact inverses of diagonal blocks in float16: with beta <= 1
 entries stay at most 1, and float16 has three bits more than bfloat16 there.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
     batch, tokens, heads, width = raw.q.shape
     chunks = tokens // CHUNK
     given = raw.rest is not None
+    halved = raw._replace(rate=raw.rate.reshape(heads, 2, HALF), bias=raw.bias.reshape(heads, 2, HALF))
 
     def kda_intra(*refs, **scratch):
         names = Raw._fields if given else [n for n in Raw._fields if n != "rest"]
@@ -74,8 +76,7 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
 
     token = jax.ShapeDtypeStruct((batch, tokens, heads, width), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((batch, chunks, heads, CHUNK, CHUNK), jnp.bfloat16)
-    decay = jax.ShapeDtypeStruct((batch, chunks, heads, width), jnp.float32)
-    vector = lambda n: plgpu.SMEM((n,), jnp.float32)  # noqa: E731
+    decay = jax.ShapeDtypeStruct((batch, chunks, heads, 2, HALF), jnp.float32)
     half = lambda: parts.smem(2, CHUNK, HALF)  # noqa: E731
     out = plgpu.kernel(
         kda_intra,
@@ -89,14 +90,15 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
             "y": parts.smem(CHUNK, CHUNK, dtype=jnp.float16),
             "codes": plgpu.SMEM((CHUNK,), jnp.int32),
             "codes_again": plgpu.SMEM((CHUNK,), jnp.int32),  # one load serves one layout
-            "beta": vector(CHUNK),
-            **{name: vector(width) for name in ("rate", "bias", "decay")},
+            "beta": plgpu.SMEM((CHUNK,), jnp.float32),
+            **{name: plgpu.SMEM((2, HALF), jnp.float32) for name in ("rate", "bias", "decay")},
             "ready": plgpu.Barrier(num_arrivals=11),
             "v_ready": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=parts.compiler_params(),
-    )(*[x for x in raw if x is not None], jnp.array([1.0, 0.0], jnp.float32))
-    return Factors(*out, *[None] * (not inverse))
+    )(*[x for x in halved if x is not None], jnp.array([1.0, 0.0], jnp.float32))
+    found = Factors(*out, *[None] * (not inverse))
+    return found._replace(decay=found.decay.reshape(batch, chunks, heads, width))
 
 
 def _fetch(form: Form, ref, s, token, at) -> None:
@@ -135,20 +137,23 @@ def _body(form: Form, ref, constants, out, s) -> None:
     last = ref.codes[row, chunk * CHUNK + CHUNK - 1]
     whole = (lax.shift_right_logical(last, 1) & 1).astype(jnp.float32)
 
-    a, p, self_score = parts.zeros(), parts.zeros(), 0.0
-    for half in range(2):
-        k = lambda half=half: parts.wide_tile(s.k.at[half]) * (rows(of_k) if form.normalize else 1.0)  # noqa: E731
-        q = lambda half=half: parts.wide_tile(s.q.at[half]) * rows(of_q)  # noqa: E731
+    def one_half(half, sums):
+        a, p, self_score = sums
+        k = lambda: parts.wide_tile(s.k.at[half]) * (rows(of_k) if form.normalize else 1.0)  # noqa: E731
+        q = lambda: parts.wide_tile(s.q.at[half]) * rows(of_q)  # noqa: E731
         total = _gate(form, s, half, valid)
-        s.decay.at[pl.ds(half * HALF, HALF)][...] = jnp.exp2(total) * whole
+        s.decay.at[half][...] = jnp.exp2(total) * whole
         plgpu.commit_smem()
         self_score = self_score + jnp.sum(q() * k(), axis=1)
-        a, p = _scores(form, masks, s, half, q, k, a, p)
+        a, p = parts.each_stage(form.forward_block(), partial(_scores, masks, s, half, q, k), (a, p))
         _state_factors(masks, codes, s, half, q, k)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.k.at[half], token(out.k, half))
         plgpu.copy_smem_to_gmem(s.q.at[half], token(out.q, half))
-    plgpu.copy_smem_to_gmem(s.decay, out.decay.at[row, chunk, head])
+        plgpu.copy_smem_to_gmem(s.decay.at[half], out.decay.at[row, chunk, head, half])
+        return a, p, self_score
+
+    a, p, self_score = lax.fori_loop(0, 2, one_half, (parts.zeros(), parts.zeros(), valid * 0.0))
     for half in range(2):
         plgpu.copy_gmem_to_smem(token(ref.v, half), s.g.at[half], s.v_ready)
 
@@ -166,33 +171,31 @@ def _body(form: Form, ref, constants, out, s) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _gate(form: Form, s, half: int, valid: jax.Array) -> jax.Array:
+def _gate(form: Form, s, half, valid: jax.Array) -> jax.Array:
     """Log-decay in two parts to ``s.g`` and ``s.low``; its sum over the chunk, one value a channel."""
     high, low = s.g.at[half], s.low.at[half]
     if form.gate == "given":
         g = parts.wide_tile(high) + parts.wide_tile(low)
     else:
-        channels = pl.ds(half * HALF, HALF)
-        rate, bias = load(s.rate.at[channels], parts.COLUMN), load(s.bias.at[channels], parts.COLUMN)
+        rate, bias = (load(x.at[half], parts.COLUMN) for x in (s.rate, s.bias))
         g = parts.log_decay(form, parts.wide_tile(high), rate, bias) * rows(valid)
         parts.put_split(g, high, low)
     return jnp.sum(g, axis=0)
 
 
-def _scores(form: Form, masks, s, half: int, q, k, a: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``a`` and ``p`` plus what this half of the channels says of the pairs i > j: k_i E_ij k_j and q_i E_ij k_j."""
-    for stage in form.forward_stages():
-        later, earlier = parts.factors(masks, stage, s.g.at[half], s.low.at[half])
-        plgpu.commit_smem()  # every warp has read the stage before
-        s.columns[...] = (k() * earlier).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        pairs, right = masks.pairs(stage), transposed(s.columns)
-        a = a + jnp.where(pairs, dot(((k() * later).astype(jnp.bfloat16), right)), 0.0)
-        p = p + jnp.where(pairs, dot(((q() * later).astype(jnp.bfloat16), right)), 0.0)
+def _scores(masks, s, half, q, k, stage: parts.Stage, scores: tuple[jax.Array, jax.Array]):
+    """A and P plus what this half of the channels says of a stage's pairs: k_i E_ij k_j and q_i E_ij k_j."""
+    later, earlier = parts.factors(masks, stage, s.g.at[half], s.low.at[half])
+    plgpu.commit_smem()  # every warp has read the stage before
+    s.columns[...] = (k() * earlier).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    pairs, right = masks.pairs(stage), transposed(s.columns)
+    a = scores[0] + jnp.where(pairs, dot(((k() * later).astype(jnp.bfloat16), right)), 0.0)
+    p = scores[1] + jnp.where(pairs, dot(((q() * later).astype(jnp.bfloat16), right)), 0.0)
     return a, p
 
 
-def _state_factors(masks, codes, s, half: int, q, k) -> None:
+def _state_factors(masks, codes, s, half, q, k) -> None:
     """e^G k to ``s.keys``, e^G q over q, e^(G_C - G) k over k."""
     high, low = s.g.at[half], s.low.at[half]
     until, after = masks.until(), masks.after()
@@ -207,20 +210,19 @@ def _inverse(masks, s, a: jax.Array) -> jax.Array:
     """(I + a)^-1 of a strictly lower triangular tile, from blocks of 1 to the whole."""
     i, j = masks.i, masks.j
 
-    def seam(b: int) -> jax.Array:
-        return jnp.where(((i & -2 * b) == (j & -2 * b)) & ((i & b) > (j & b)), a, 0.0)
-
-    x = jnp.where(i == j, 1.0, 0.0) - seam(1)
-    for n in range(1, 6):
+    def join(n, x):
+        """Neighbouring blocks of 2^n."""
         narrow = x.astype(jnp.float16)
         plgpu.commit_smem()
         s.x[...] = narrow
         plgpu.commit_smem()
-        y = dot((seam(1 << n).astype(jnp.float16), s.x))
-        s.y[...] = y.astype(jnp.float16)
+        seam = jnp.where(masks.pairs(parts.Stage("level", lax.shift_left(jnp.int32(1), n))), a, 0.0)
+        s.y[...] = dot((seam.astype(jnp.float16), s.x)).astype(jnp.float16)
         plgpu.commit_smem()
-        x = parts.dot_onto(x, (-narrow, lambda: s.y))
-    return x
+        return parts.dot_onto(x, (-narrow, lambda: s.y))
+
+    pairs = jnp.where(masks.pairs(parts.Stage("level", 1)), a, 0.0)
+    return lax.fori_loop(1, 6, join, jnp.where(i == j, 1.0, 0.0) - pairs)
 
 
 def _write_factors(s, out, token, x: jax.Array) -> None:

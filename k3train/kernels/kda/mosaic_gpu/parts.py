@@ -52,27 +52,33 @@ class Form(NamedTuple):
         """Whether 32 tokens' decay stays inside float32 on both sides of the middle."""
         return self.gate == "bounded" and self.lower_bound >= -5
 
-    def forward_stages(self) -> tuple["Stage", ...]:
-        """Stages of the scores: values there are products of unit keys, so blocks may be large."""
-        return stages(32 if self.narrow else 1)
+    def forward_block(self) -> int:
+        """Tokens of the scores' block stage: values there are products of unit keys, so it may be large."""
+        return 32 if self.narrow else 1
 
-    def backward_stages(self) -> tuple["Stage", ...]:
-        """Stages of the scores' gradients, of any size, so factors stay below 2^58."""
-        return stages(16 if self.narrow else 1)
+    def backward_block(self) -> int:
+        """The same for the scores' gradients, of any size, so factors stay below 2^58."""
+        return 16 if self.narrow else 1
 
 
 class Stage(NamedTuple):
     """Pairs of tokens that share a reference; see the module."""
 
     kind: Literal["block", "level"]
-    size: int
+    size: int | jax.Array
+    """A power of two; a number known when the kernel runs for levels."""
 
 
-def stages(block: int) -> tuple[Stage, ...]:
-    """Stages that hold all pairs i > j: a block of ``block`` tokens (none for 1), then levels up to the chunk."""
-    sizes = [block << n for n in range(int(math.log2(CHUNK // block)))]
-    first = (Stage("block", block),) if block > 1 else ()
-    return first + tuple(Stage("level", size) for size in sizes)
+def each_stage[Sums](block: int, work: Callable[[Stage, Sums], Sums], sums: Sums) -> Sums:
+    """``work`` over stages that hold all pairs i > j: a block of ``block`` tokens (none for 1), then the levels above.
+
+    Levels are a loop in the kernel, not copies of its code: ptxas took minutes over the copies, and spilled more.
+    """
+    if block > 1:
+        sums = work(Stage("block", block), sums)
+    first = block.bit_length() - 1
+    last = CHUNK.bit_length() - 1
+    return lax.fori_loop(first, last, lambda n, sums: work(Stage("level", lax.shift_left(jnp.int32(1), n)), sums), sums)
 
 
 class Codes(NamedTuple):

@@ -147,7 +147,8 @@ def _body(step, ref, s, names: list[str], count: int, groups: int) -> None:
             )
             return step(ref, s, at, state)
 
-        state = lax.fori_loop(0, count, loop, load(ref.start.at[row, head, channels]))
+        start = plgpu.load(ref.start.at[row, head, channels], layout=parts.WGMMA, optimized=False)
+        state = lax.fori_loop(0, count, loop, start)
         ref.end.at[row, head, channels][...] = state
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

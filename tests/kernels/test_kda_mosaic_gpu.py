@@ -1,0 +1,109 @@
+"""The Mosaic GPU kernels of the delta rule on the CPU: their arithmetic by emulation, and whether they compile."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kda_cases import DOCUMENTS, assert_near, ids, inputs, kernels, value_and_gradients, wanted
+from mosaic_gpu_emulator import emulated
+from mosaic_gpu_sass import unwritten
+
+from k3train.config.errors import UserError
+from k3train.kernels.kda.mosaic_gpu import gradients, intra, parts, recurrence
+from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu_core
+
+GATES = ("bounded", "softplus", "given")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with emulated(parts, intra, recurrence, gradients):
+        yield
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_outputs_and_gradients_are_the_recurrences(gate, packed):
+    segment_ids = ids(DOCUMENTS) if packed else None
+    arguments = inputs(130, gate=gate)
+    assert_near(value_and_gradients(arguments, segment_ids, gate), wanted(arguments, segment_ids, gate))
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+@pytest.mark.parametrize("decay", [-30.0, 30.0], ids=["no decay", "strongest decay"])
+def test_extreme_decay(gate, decay):
+    arguments = inputs(128, gate=gate, decay=decay)
+    found, want = value_and_gradients(arguments, None, gate), wanted(arguments, None, gate)
+    for name in ("g", "a_log", "dt_bias"):  # of nothing
+        if np.linalg.norm(want[name]) < 1e-3:
+            assert np.linalg.norm(np.asarray(found.pop(name), np.float64)) < 1e-2
+            want.pop(name)
+    assert_near(found, want)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    gate=st.sampled_from(["bounded", "softplus"]),
+    lengths=st.lists(st.integers(1, 60).map(lambda n: n if n % 5 else -n), min_size=1, max_size=5),
+    decay=st.sampled_from([-6.0, -2.0, 1.0, 4.0]),
+    repeats=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_fuzz(gate, lengths, decay, repeats, seed):
+    lengths = (*lengths, 7)  # one document at least
+    segment_ids = ids(lengths)
+    arguments = inputs(segment_ids.shape[1], gate=gate, decay=decay, seed=seed)
+    beta = np.random.default_rng(seed).choice([-30.0, 0.3, 30.0], size=arguments["beta"].shape)
+    arguments["beta"] = jnp.asarray(beta, jnp.float32)
+    if repeats:
+        arguments["k"] = jnp.repeat(arguments["k"][:, ::4], 4, axis=1)[:, : segment_ids.shape[1]]
+    assert_near(value_and_gradients(arguments, segment_ids, gate), wanted(arguments, segment_ids, gate))
+
+
+def test_documents_do_not_see_each_other():
+    """Numbers of one document changed, those of the others are the same to the bit, padding and gradients included.
+
+    To rounding only with the bounded gate, where documents in one block of 16 tokens share a reference for their decay.
+    """
+    segment_ids = ids(DOCUMENTS)
+    before = inputs(130, gate="softplus")
+    other = inputs(130, gate="softplus", seed=7)
+    changed = np.asarray(segment_ids)[0] == 2
+    mix = lambda a, b: jnp.where(jnp.asarray(changed)[None, :, None, None], b, a)  # noqa: E731
+    after = before | {name: mix(before[name], other[name]) for name in ("q", "k", "v", "g")}
+    first, second = (value_and_gradients(a, segment_ids, "softplus") for a in (before, after))
+    for name in ("o", "q", "k", "v", "g"):
+        kept, new = (np.asarray(x[name], np.float32)[0] for x in (first, second))
+        assert np.array_equal(kept[~changed], new[~changed]), name
+        assert not np.array_equal(kept[changed], new[changed]), name
+    padding = np.asarray(segment_ids)[0] == 0
+    for name in ("o", "q", "k", "v", "g", "beta"):
+        assert not np.any(np.asarray(first[name], np.float32)[0][padding]), name
+
+
+def test_value_channels_split_over_blocks_give_the_same_bits(monkeypatch):
+    arguments = inputs(70, heads=1)
+    split = kernels(arguments, None, "bounded")
+    monkeypatch.setattr(recurrence, "value_groups", lambda blocks: 2)
+    whole = kernels(arguments, None, "bounded")
+    for a, b in zip(split, whole, strict=True):
+        assert np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_other_widths_are_refused():
+    narrow = jnp.zeros((1, 4, 1, 64), jnp.bfloat16)
+    with pytest.raises(UserError, match="width 64"):
+        mosaic_gpu_core(narrow, narrow, narrow, narrow, jnp.zeros((1, 4, 1)))
+
+
+def test_the_check_of_machine_code_finds_a_lost_register():
+    good = "S2R R4, SR;\nIMAD R5, R1, R2, R3;\nLDS.64 R6, [R2];\nHGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], !UPT;"
+    assert unwritten(good) == []
+    lost = good.replace("LDS.64", "LDS")
+    assert unwritten(lost) == [(4, ["R7"])]
