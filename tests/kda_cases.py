@@ -1,4 +1,4 @@
-"""Inputs of the bfloat16 kernels of the delta rule, and what the float64 recurrence makes of the same rounded numbers."""
+"""Inputs of the bfloat16 kernels of the delta rule, and what the float64 recurrence makes of the same numbers."""
 
 from functools import cache
 
@@ -77,9 +77,9 @@ def kernels(arguments, segment_ids, gate: str):
     return mosaic_gpu(*tokens, a["a_log"], a["dt_bias"], lower_bound=bound(gate), **rest)
 
 
-def value_and_gradients(arguments, segment_ids, gate: str):
-    """Everything the kernels compute, by name."""
-    d_o, d_state = cotangents(arguments, segment_ids, gate)
+def value_and_gradients(arguments, segment_ids, gate: str, pulled=None):
+    """Everything the kernels compute, by name; ``pulled`` are other cotangents than :func:`cotangents`."""
+    d_o, d_state = pulled or cotangents(arguments, segment_ids, gate)
     (o, state), pull = jax.vjp(lambda a: kernels(a, segment_ids, gate), arguments)
     return {"o": o, "end": state} | pull((d_o, d_state))[0]
 

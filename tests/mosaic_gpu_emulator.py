@@ -99,7 +99,7 @@ def _one(barrier):
 
 
 class Accumulator:
-    """``plgpu.ACC``."""
+    """``plgpu.WGMMAAccumulatorRef``."""
 
     def __init__(self, shape, dtype=jnp.float32):
         self.value = jnp.zeros(shape, dtype)
@@ -117,7 +117,8 @@ class Accumulator:
 
 
 def _wgmma(acc, a, b):
-    a, b = (jnp.asarray(x.array) if isinstance(x, Ref) else x for x in (a, b))
+    # A copy: JAX may read the very memory of a NumPy array, later, when a store has changed it.
+    a, b = (jnp.asarray(np.array(x.array)) if isinstance(x, Ref) else x for x in (a, b))
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert acc.shape == (a.shape[0], b.shape[1]) and a.shape[1] == b.shape[0], (acc.shape, a.shape, b.shape)
     acc.value += jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
@@ -207,7 +208,7 @@ def _stand_ins(real):
         broadcasted_iota=lambda dtype, shape, dim, layout=None: jax.lax.broadcasted_iota(dtype, shape, dim),
         SMEM=lambda shape, dtype, transforms=None: lambda: _blank(shape, dtype),
         Barrier=lambda num_arrivals=1, num_barriers=1: lambda: Barriers(num_arrivals, num_barriers),
-        ACC=Accumulator,
+        WGMMAAccumulatorRef=Accumulator,
         wgmma=_wgmma,
         kernel=_kernel,
         copy_gmem_to_smem=_copy,

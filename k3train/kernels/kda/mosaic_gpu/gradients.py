@@ -1,4 +1,4 @@
-"""Fourth kernel: every gradient of a chunk that does not go through the recurrence, two warpgroups a chunk, head and row.
+"""Fourth kernel: every gradient of a chunk that does not go through the recurrence, two warpgroups a chunk and head.
 
 From the states before and the gradients of the states after every chunk, D and its gradient (``recurrence.py``), with
 R = beta v - beta e^G k S and D = X R: dR = X^T dD, dA = -dR D^T, dP = dO D^T, and the formulas of ``chunked.py``. Each
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from k3train.kernels.kda.mosaic_gpu import parts
 from k3train.kernels.kda.mosaic_gpu.intra import Raw
-from k3train.kernels.kda.mosaic_gpu.parts import CHUNK, HALF, WIDTH, Form, columns, dot, load, rows, transposed
+from k3train.kernels.kda.mosaic_gpu.parts import CHUNK, HALF, Form, columns, dot, load, rows, transposed
 
 
 class Passed(NamedTuple):
@@ -122,8 +122,9 @@ class Tokens(NamedTuple):
     head: jax.Array
     tail: jax.Array
     beta: jax.Array
-    unit_q: jax.Array | None
-    unit_k: jax.Array | None
+    unit_q: jax.Array
+    unit_k: jax.Array
+    """1 / |q| and 1 / |k|; of no meaning where they are taken as they are."""
 
 
 def _fetch(form: Form, ref, s, at: Place) -> None:
@@ -178,7 +179,7 @@ def _body(form: Form, ref, out, s) -> None:
     _pair_gradients(masks, codes, s, at)
 
     plgpu.barrier_wait(s.ready)
-    unit_q = unit_k = None
+    unit_q = unit_k = beta
     if form.normalize:
         unit_q, unit_k = (parts.unit_factor([x.at[0], x.at[1]]) for x in (s.q, s.k))
     tokens = Tokens(codes.bit(0), codes.bit(1), codes.bit(2), beta, unit_q, unit_k)
@@ -199,7 +200,7 @@ def _body(form: Form, ref, out, s) -> None:
 def _tiles(form: Form, s, at: Place, tokens: Tokens):
     """Functions that give this warpgroup's q (scaled, 0 at padding) and k."""
     of_q = tokens.valid * form.scale
-    if tokens.unit_q is None:
+    if not form.normalize:
         return (lambda: parts.wide_tile(s.q.at[at.group]) * rows(of_q), lambda: parts.wide_tile(s.k.at[at.group]))
     of_q = of_q * tokens.unit_q
     return (
@@ -322,12 +323,13 @@ def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.St
     return dq, dk, dg + dot((exponents, spare), (exponents, earlier_k)), d_beta
 
 
-def _finish(form: Form, ref, out, s, at: Place, tokens: Tokens, dq: jax.Array, dk: jax.Array, d_beta: jax.Array) -> None:
+def _finish(
+    form: Form, ref, out, s, at: Place, tokens: Tokens, dq: jax.Array, dk: jax.Array, d_beta: jax.Array
+) -> None:
     """dq and dk through the scale and the norm, sums over channels with the other warpgroup, out."""
     dq = dq * rows(tokens.valid * form.scale)
-    unit = {}
+    unit = {"q": tokens.unit_q, "k": tokens.unit_k}
     if form.normalize:
-        unit = {"q": tokens.unit_q, "k": tokens.unit_k}
         for name, d, total in (("q", dq, s.q_sum), ("k", dk, s.k_sum)):
             raw = parts.wide_tile(getattr(s, name).at[at.group])
             total.at[at.group][...] = jnp.sum(raw * d, axis=1) * unit[name]

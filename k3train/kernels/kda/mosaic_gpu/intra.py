@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from k3train.kernels.kda.mosaic_gpu import parts
-from k3train.kernels.kda.mosaic_gpu.parts import CHUNK, HALF, WIDTH, Form, columns, dot, load, rows, transposed
+from k3train.kernels.kda.mosaic_gpu.parts import CHUNK, HALF, Form, columns, dot, load, rows, transposed
 
 
 class Raw(NamedTuple):
@@ -130,7 +130,7 @@ def _body(form: Form, ref, constants, out, s) -> None:
     masks = parts.Masks(constants)
     codes = parts.Codes(load(s.codes, parts.ROW), load(s.codes_again, parts.COLUMN))
     valid = codes.bit(0)
-    of_q = valid * form.scale
+    of_k, of_q = None, valid * form.scale
     if form.normalize:
         of_k = parts.unit_factor([s.k.at[0], s.k.at[1]])
         of_q = of_q * parts.unit_factor([s.q.at[0], s.q.at[1]])
@@ -139,7 +139,7 @@ def _body(form: Form, ref, constants, out, s) -> None:
 
     def one_half(half, sums):
         a, p, self_score = sums
-        k = lambda: parts.wide_tile(s.k.at[half]) * (rows(of_k) if form.normalize else 1.0)  # noqa: E731
+        k = lambda: parts.wide_tile(s.k.at[half]) * (1.0 if of_k is None else rows(of_k))  # noqa: E731
         q = lambda: parts.wide_tile(s.q.at[half]) * rows(of_q)  # noqa: E731
         total = _gate(form, s, half, valid)
         s.decay.at[half][...] = jnp.exp2(total) * whole

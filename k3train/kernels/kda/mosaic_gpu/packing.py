@@ -10,8 +10,8 @@ VALID, HEAD, TAIL = 1, 2, 4
 
 
 def codes(starts: jax.Array, valid: jax.Array) -> jax.Array:
-    """[B, T] int32: bit 0 the token is valid, bit 1 its document began before its chunk (the chunk's first state reaches
-    it), bit 2 its document lasts to the chunk's end (its writes reach the next state), above them the document's number.
+    """[B, T] int32. Bit 0: the token is valid. Bit 1: its document began before its chunk, so the chunk's first state
+    reaches it. Bit 2: its document lasts to the chunk's end, so what it writes reaches the next. Above: its number.
 
     Padding counts as part of the document before it.
 

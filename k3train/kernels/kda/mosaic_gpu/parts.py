@@ -14,7 +14,7 @@ no sum is formed to be subtracted again, and gradients of log-decays are the tra
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,7 +32,7 @@ ROW = WGMMA.reduce(1)
 """One value a row of a tile."""
 COLUMN = WGMMA.reduce(0)
 """One value a column."""
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+SWIZZLED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 class Form(NamedTuple):
@@ -112,7 +112,7 @@ def transposed(ref):
     return ref.transpose((*range(n - 2), n - 1, n - 2))
 
 
-def load(ref, layout=WGMMA) -> jax.Array:
+def load(ref, layout: Any = WGMMA) -> jax.Array:
     """A ref's values in registers."""
     return plgpu.layout_cast(ref[...], layout)
 
@@ -150,7 +150,7 @@ def dot(*pairs, shape: tuple[int, int] = TILE) -> jax.Array:
             plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def dot_onto(start: jax.Array, *pairs: tuple[jax.Array, Callable]) -> jax.Array:
@@ -160,7 +160,8 @@ def dot_onto(start: jax.Array, *pairs: tuple[jax.Array, Callable]) -> jax.Array:
         for a, b in pairs:
             plgpu.wgmma(acc, a, b())
 
-    return pl.run_state(products)(plgpu.ACC.init(start))
+    run: Any = pl.run_state(products)
+    return run(plgpu.WGMMAAccumulatorRef.init(start))
 
 
 def put_split(value: jax.Array, high, low) -> None:

@@ -15,9 +15,7 @@ def forward(form: Form, raw: Raw, state: jax.Array) -> tuple[jax.Array, jax.Arra
     return o, jnp.swapaxes(end, -1, -2)
 
 
-def backward(
-    form: Form, raw: Raw, state: jax.Array, d_o: jax.Array, d_state: jax.Array
-) -> tuple[Grads, jax.Array]:
+def backward(form: Form, raw: Raw, state: jax.Array, d_o: jax.Array, d_state: jax.Array) -> tuple[Grads, jax.Array]:
     """Gradients of ``raw``, and of the first state [B, H, K, V]. The chunks' factors and states are formed again.
 
     While it runs, a token and head take 256 bytes in each of seven arrays, 128 in two, and 512 in each of the two of

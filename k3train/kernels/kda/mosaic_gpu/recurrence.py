@@ -1,15 +1,17 @@
 """Second and third kernel: the state through a row's chunks, and its gradient back through them.
 
 The transposed state S^T (value channels as rows) stays in the accumulators of the tensor cores, 64 value channels a
-warpgroup, so that every product takes its left operand from registers: D^T = U^T - S^T W^T, O^T = S^T (e^G q)^T + D^T P^T,
-S^T <- S^T e^G_C + D^T (e^(G_C - G) k). One more warpgroup only issues copies, ``STAGES`` chunks ahead. A block owns one
-head of one row, or half of its value channels where heads and rows alone do not fill the card.
+warpgroup, so that every product takes its left operand from registers: D^T = U^T - S^T W^T,
+O^T = S^T (e^G q)^T + D^T P^T, S^T <- S^T e^G_C + D^T (e^(G_C - G) k). One more warpgroup only issues copies, ``STAGES``
+chunks ahead. A block owns one head of one row, or half of its value channels where heads and rows alone do not fill the
+card.
 
 States are float32; a chunk's is rounded to bfloat16 for the products and where it is written out. D and the gradients
 take the same rounding.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -221,8 +223,9 @@ def _forward_step(ref, s, at, state: jax.Array) -> jax.Array:
         plgpu.wgmma(o, narrow, transposed(s.q_in.at[at.slot]))
         plgpu.wgmma(o, written, transposed(s.scores_in.at[at.slot]))
 
-    start = plgpu.ACC.init(_decayed(s, at, state)), plgpu.ACC.init(parts.zeros())
-    state, o = pl.run_state(products)(start)
+    start = plgpu.WGMMAAccumulatorRef.init(_decayed(s, at, state)), plgpu.WGMMAAccumulatorRef.init(parts.zeros())
+    run: Any = pl.run_state(products)
+    state, o = run(start)
     plgpu.barrier_arrive(s.free.at[at.slot])
     _put_values(ref, s, at, o.astype(jnp.bfloat16))
     return state
