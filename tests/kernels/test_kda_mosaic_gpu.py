@@ -50,15 +50,15 @@ def test_extreme_decay(gate, decay):
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     gate=st.sampled_from(["bounded", "softplus"]),
-    lengths=st.lists(st.integers(1, 60).map(lambda n: n if n % 5 else -n), min_size=1, max_size=5),
-    decay=st.sampled_from([-6.0, -2.0, 1.0, 4.0]),
+    lengths=st.lists(st.integers(1, 45).map(lambda n: n if n % 5 else -n), min_size=1, max_size=4),
+    decay=st.sampled_from([-6.0, -2.0, 1.0]),
     repeats=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_fuzz(gate, lengths, decay, repeats, seed):
     lengths = (*lengths, 7)  # one document at least
-    segment_ids = ids(lengths)
-    arguments = inputs(segment_ids.shape[1], gate=gate, decay=decay, seed=seed)
+    segment_ids = ids((*lengths, sum(map(abs, lengths)) - 190))  # one shape, or the recurrence compiles ever again
+    arguments = inputs(190, gate=gate, decay=decay, seed=seed)
     rng = np.random.default_rng(seed)
     beta = np.asarray(arguments["beta"])
     beta = np.where(rng.random(beta.shape) < 0.2, 30.0 * np.sign(beta), beta)  # to the bit 0 or 1 behind the sigmoid

@@ -366,8 +366,9 @@ def _finish_gate(form: Form, out, s, at: Place, tokens: Tokens, dg: jax.Array) -
     z = parts.wide_tile(tile) + columns(bias)
     dg = dg * rows(tokens.valid)
     if form.gate == "bounded":
-        chance = 1.0 / (1.0 + jnp.exp2(z * columns(rate) * -parts.LOG2E))
-        dz = dg * (chance * (1.0 - chance)) * columns(rate) * form.lower_bound
+        small = jnp.exp2(jnp.abs(z * columns(rate)) * -parts.LOG2E)  # the sigmoid's slope is small / (1 + small)^2
+        chance = 1.0 / (1.0 + small)
+        dz = dg * (small * chance * chance) * columns(rate) * form.lower_bound
         d_a_log = jnp.sum(dz * z, axis=0)
     else:
         g = parts.wide_tile(s.high.at[at.group]) + parts.wide_tile(s.v.at[at.group])
