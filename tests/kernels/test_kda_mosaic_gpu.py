@@ -15,7 +15,7 @@ from mosaic_gpu_emulator import emulated
 from mosaic_gpu_sass import lost_registers, tool, unwritten
 
 from k3train.config.errors import UserError
-from k3train.kernels.kda.mosaic_gpu import gradients, intra, parts, recurrence
+from k3train.kernels.kda.mosaic_gpu import gradients, intra, parts, recurrence, segments
 from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu_core
 
 GATES = ("bounded", "softplus", "given")
@@ -98,6 +98,21 @@ def test_value_channels_split_over_blocks_give_the_same_bits(monkeypatch):
     whole = kernels(arguments, None, "bounded")
     for a, b in zip(split, whole, strict=True):
         assert np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_segments_side_by_side(packed, monkeypatch):
+    """Three segments of one chunk each, as the recurrence has it."""
+    monkeypatch.setattr(segments, "count", lambda *sizes: 3)
+    segment_ids = ids(DOCUMENTS) if packed else None
+    arguments = inputs(130)
+    assert_near(value_and_gradients(arguments, segment_ids, "bounded"), wanted(arguments, segment_ids, "bounded"))
+
+
+def test_narrow_shapes_are_cut_into_segments():
+    assert segments.count(1, 12, 1024) == 4
+    assert segments.count(1, 2, 1024) == 32
+    assert [segments.count(*sizes) for sizes in ((1, 96, 128), (8, 16, 32), (1, 12, 16), (1, 32, 1024))] == [1] * 4
 
 
 def test_other_widths_are_refused():

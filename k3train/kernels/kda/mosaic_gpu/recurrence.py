@@ -87,8 +87,35 @@ def reverse(
     return tuple(_launch("kda_reverse", _reverse_step, inputs, d_state, out, groups))
 
 
+def end(factors: Factors, state: jax.Array, groups: int | None = None) -> jax.Array:
+    """The last state alone; arguments as in :func:`outputs`."""
+    inputs = {name: getattr(factors, name) for name in ("minus_w", "u", "k", "decay")}
+    return _launch("kda_end", _end_step, inputs, state, {"end": _like(state)}, groups)[0]
+
+
+def transition(factors: Factors, groups: int | None = None) -> jax.Array:
+    """M^T [B, H, K, K] float32, by which S^T before the row is multiplied from the right on its way to the row's end.
+
+    Arguments as in :func:`outputs`.
+    """
+    batch, _, heads, _ = factors.u.shape
+    one = jnp.broadcast_to(jnp.eye(WIDTH, dtype=jnp.float32), (batch, heads, WIDTH, WIDTH))
+    inputs = {name: getattr(factors, name) for name in ("minus_w", "k", "decay")}
+    return _launch("kda_transition", _transition_step, inputs, one, {"end": _like(one)}, groups)[0]
+
+
+def reverse_end(factors: Factors, d_o: jax.Array, d_state: jax.Array, groups: int | None = None) -> jax.Array:
+    """The gradient of the first state alone; arguments as in :func:`reverse`."""
+    inputs = {name: getattr(factors, name) for name in ("minus_w", "k", "q", "scores", "decay")} | {"u": d_o}
+    return _launch("kda_reverse_end", _reverse_end_step, inputs, d_state, {"end": _like(d_state)}, groups)[0]
+
+
+def _like(state: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(state.shape, jnp.float32)
+
+
 def _launch(kernel_name: str, step, inputs: dict[str, jax.Array], start: jax.Array, out: dict, groups: int | None):
-    batch, tokens, heads, width = inputs["u"].shape
+    batch, tokens, heads, width = inputs["minus_w"].shape
     count = tokens // CHUNK
     groups = value_groups(batch * heads) if groups is None else groups
 
@@ -106,7 +133,7 @@ def _launch(kernel_name: str, step, inputs: dict[str, jax.Array], start: jax.Arr
         "scores": parts.smem(STAGES, CHUNK, CHUNK),
         "decay": plgpu.SMEM((STAGES, width), jnp.float32),
     }
-    copies = len(inputs) - 1 + groups
+    copies = len(inputs) + (groups - 1 if "u" in inputs else 0)
     return plgpu.kernel(
         body,
         out_type=list(out.values()),
@@ -116,7 +143,7 @@ def _launch(kernel_name: str, step, inputs: dict[str, jax.Array], start: jax.Arr
         thread_name="group",
         scratch_types={
             **{f"{name}_in": shared[name] for name in inputs},
-            "values_out": parts.smem(groups, 2, CHUNK, HALF),
+            **({"values_out": parts.smem(groups, 2, CHUNK, HALF)} if "values" in out else {}),
             **({"kept_out": parts.smem(groups, HALF, WIDTH)} if "kept" in out else {}),
             "ready": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             "free": plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
@@ -128,7 +155,7 @@ def _launch(kernel_name: str, step, inputs: dict[str, jax.Array], start: jax.Arr
 def _body(step, ref, s, names: list[str], count: int, groups: int) -> None:
     head, row, group = (lax.axis_index(name) for name in ("head", "row", "group"))
     first = lax.axis_index("value") * (groups * HALF)
-    backward = step is _reverse_step
+    backward = step in (_reverse_step, _reverse_end_step)
 
     def chunk_of(n):
         return count - 1 - n if backward else n
@@ -242,18 +269,45 @@ def _states_step(ref, s, at, state: jax.Array) -> jax.Array:
     return state
 
 
-def _reverse_step(ref, s, at, d_state: jax.Array) -> jax.Array:
-    narrow = d_state.astype(jnp.bfloat16)
-    _keep(ref, s, at, narrow)
+def _end_step(ref, s, at, state: jax.Array) -> jax.Array:
     plgpu.barrier_wait(s.ready.at[at.slot])
+    written = _written(s, at, state.astype(jnp.bfloat16))
+    state = parts.dot_onto(_decayed(s, at, state), (written, lambda: s.k_in.at[at.slot]))
+    plgpu.barrier_arrive(s.free.at[at.slot])
+    return state
+
+
+def _transition_step(ref, s, at, state: jax.Array) -> jax.Array:
+    plgpu.barrier_wait(s.ready.at[at.slot])
+    written = parts.dot((state.astype(jnp.bfloat16), transposed(s.minus_w_in.at[at.slot]))).astype(jnp.bfloat16)
+    state = parts.dot_onto(_decayed(s, at, state), (written, lambda: s.k_in.at[at.slot]))
+    plgpu.barrier_arrive(s.free.at[at.slot])
+    return state
+
+
+def _reverse_products(s, at, d_state: jax.Array, narrow: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gradients of D^T and of the state before the chunk; its buffers are free afterwards."""
     d_o = _turned(s, at)
     k = transposed(s.k_in.at[at.slot])
-    d_written = parts.dot(((d_o), s.scores_in.at[at.slot]), (narrow, k)).astype(jnp.bfloat16)
+    d_written = parts.dot((d_o, s.scores_in.at[at.slot]), (narrow, k)).astype(jnp.bfloat16)
     d_state = parts.dot_onto(
         _decayed(s, at, d_state),
         (d_o, lambda: s.q_in.at[at.slot]),
         (d_written, lambda: s.minus_w_in.at[at.slot]),
     )
     plgpu.barrier_arrive(s.free.at[at.slot])
+    return d_written, d_state
+
+
+def _reverse_step(ref, s, at, d_state: jax.Array) -> jax.Array:
+    narrow = d_state.astype(jnp.bfloat16)
+    _keep(ref, s, at, narrow)
+    plgpu.barrier_wait(s.ready.at[at.slot])
+    d_written, d_state = _reverse_products(s, at, d_state, narrow)
     _put_values(ref, s, at, d_written)
     return d_state
+
+
+def _reverse_end_step(ref, s, at, d_state: jax.Array) -> jax.Array:
+    plgpu.barrier_wait(s.ready.at[at.slot])
+    return _reverse_products(s, at, d_state, d_state.astype(jnp.bfloat16))[1]
