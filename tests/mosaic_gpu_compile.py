@@ -1,8 +1,9 @@
 """Compiles the delta rule's Mosaic GPU kernels, forward and backward, for an H200 that need not be there.
 
-    JAX_PLATFORMS=cpu MOSAIC_GPU_DUMP_PTX=1 MOSAIC_GPU_DUMP_TO=FOLDER python tests/mosaic_gpu_compile.py bounded 2
+    JAX_PLATFORMS=cpu MOSAIC_GPU_DUMP_PTX=1 MOSAIC_GPU_DUMP_TO=FOLDER python tests/mosaic_gpu_compile.py bounded 96 130
 
-Arguments: the gate (bounded, softplus, given) and the heads; 96 heads fill the card, 2 do not and value channels split.
+Arguments: the gate (bounded, softplus, given), heads and tokens. 96 heads fill the card; 2 do not, so value channels
+split, and rows of 2,048 tokens are cut into segments.
 Prints the bytes the program needs besides arguments and results.
 """
 
@@ -17,10 +18,10 @@ from kda_cases import ids, inputs, kernels
 from k3train.parallel.targets import devices
 
 
-def main(gate: str, heads: int) -> None:
+def main(gate: str, heads: int, tokens: int) -> None:
     place = NamedSharding(Mesh(np.asarray(devices("h200", 1)[:1]), ("x",)), PartitionSpec())
     aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    arguments, segment_ids = jax.tree.map(aval, (inputs(130, heads, gate=gate), ids((130,))))
+    arguments, segment_ids = jax.tree.map(aval, (inputs(tokens, heads, gate=gate), ids((tokens,))))
 
     def loss(arguments, segment_ids):
         o, state = kernels(arguments, segment_ids, gate)
@@ -33,4 +34,4 @@ def main(gate: str, heads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -83,7 +83,7 @@ def test_machine_code_has_no_lost_register(gate, root, tmp_path):
     assert not missing, f"{missing} not found: pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm"
     environ = os.environ | {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
     environ["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), *sys.path])
-    command = [sys.executable, str(root / "tests/mosaic_gpu_compile.py"), gate, "96"]
+    command = [sys.executable, str(root / "tests/mosaic_gpu_compile.py"), gate, "96", "130"]
     done = subprocess.run(command, env=environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=900)
     assert not done.returncode, done.stderr[-3000:]
     assert not any(lost_registers(tmp_path).values())
