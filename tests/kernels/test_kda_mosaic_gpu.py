@@ -15,6 +15,7 @@ from mosaic_gpu_emulator import emulated
 from mosaic_gpu_sass import lost_registers, tool, unwritten
 
 from k3train.config.errors import UserError
+from k3train.kernels.kda.api import kda
 from k3train.kernels.kda.mosaic_gpu import gradients, intra, parts, recurrence, segments
 from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu_core
 
@@ -107,6 +108,21 @@ def test_segments_side_by_side(packed, monkeypatch):
     segment_ids = ids(DOCUMENTS) if packed else None
     arguments = inputs(130)
     assert_near(value_and_gradients(arguments, segment_ids, "bounded"), wanted(arguments, segment_ids, "bounded"))
+
+
+def test_narrow_heads_in_zeros():
+    """Heads of width 32 filled up with zeros, with their own scale, are heads of width 32."""
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 70, 1, 32)), jnp.bfloat16) for _ in range(3))
+    k = (k.astype(jnp.float32) / 8).astype(jnp.bfloat16)
+    g = jnp.asarray(-rng.random((1, 70, 1, 32)), jnp.float32)
+    beta = jnp.asarray(rng.random((1, 70, 1)), jnp.float32)
+    fill = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, 96)])  # noqa: E731
+    o, state = mosaic_gpu_core(*map(fill, (q, k, v, g)), beta, scale=32**-0.5)
+    want, end = kda(*(x.astype(jnp.float32) for x in (q, k, v)), g, beta, implementation="recurrent")
+    assert not np.any(np.asarray(o, np.float32)[..., 32:]) and not np.any(np.asarray(state)[..., 32:, 32:])
+    found = {"o": o[..., :32], "end": state[..., :32, :32]}
+    assert_near(found, {"o": np.asarray(want, np.float64), "end": np.asarray(end, np.float64)})
 
 
 def test_narrow_shapes_are_cut_into_segments():
