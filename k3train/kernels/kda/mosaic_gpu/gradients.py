@@ -186,8 +186,8 @@ def _body(form: Form, ref, out, s) -> None:
     last = ref.codes[at.row, at.chunk * CHUNK + CHUNK - 1]
     whole = (lax.shift_right_logical(last, 1) & 1).astype(jnp.float32)
     q, k = _tiles(form, s, at, tokens)
-    high, low, total = _gate(form, s, at, tokens.valid)
-    dq, dk, dg, more = _through_states(masks, s, at, tokens, (high, low), jnp.exp2(total) * whole, q, k)
+    high, low = _gate(form, s, at, tokens.valid)
+    dq, dk, dg, more = _through_states(masks, s, at, tokens, (high, low), whole, q, k)
     work = partial(_through_pairs, masks, s, at, tokens, (high, low), q, k)
     dq, dk, dg, d_beta = parts.each_stage(form.backward_block(), work, (dq, dk, dg, d_beta + more))
     on_self = rows(load(s.on_self.at[0], parts.ROW))
@@ -233,32 +233,32 @@ def _pair_gradients(masks, codes, s, at: Place) -> None:
 
 
 def _gate(form: Form, s, at: Place, valid: jax.Array):
-    """Refs of the log-decay's two parts, and its sum over the chunk, one value a channel."""
+    """Refs of the log-decay's two parts."""
     high = s.high.at[at.group]
     if form.gate == "given":
-        low = s.g.at[at.group]
-        return high, low, jnp.sum(parts.wide_tile(high) + parts.wide_tile(low), axis=0)
+        return high, s.g.at[at.group]
     low = s.v.at[at.group]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dV has left
     rate, bias = (load(x.at[at.group], parts.COLUMN) for x in (s.rate, s.bias))
     g = parts.log_decay(form, parts.wide_tile(s.g.at[at.group]), rate, bias) * rows(valid)
     parts.put_split(g, high, low)
     plgpu.commit_smem()
-    return high, low, jnp.sum(g, axis=0)
+    return high, low
 
 
-def _through_states(masks, s, at: Place, tokens: Tokens, g, decay: jax.Array, q, k):
+def _through_states(masks, s, at: Place, tokens: Tokens, g, whole: jax.Array, q, k):
     """What reads of the state before the chunk and writes to the one after it say of q, k, g and beta.
 
     Args:
       g: refs of the log-decay's two parts.
-      decay: over the chunk, one a channel, 0 where no document lasts that long.
+      whole: 1 where one document holds the chunk from before its start to its end, else 0.
       q, k: functions that give tiles.
     """
     high, low = g
     before, after = s.states.at[at.group], s.d_states.at[at.group]
-    halves = [parts.wide_tile(before.at[n]) * parts.wide_tile(after.at[n]) for n in range(2)]
-    d_whole = jnp.sum(halves[0] + halves[1], axis=0) * decay
+    decay = jnp.exp2(parts.token_sums(parts.load_turned(high), parts.load_turned(low))) * whole
+    wide = lambda ref: parts.load_turned(ref).astype(jnp.float32)  # noqa: E731
+    s.q_sum.at[at.group][...] = parts.token_sums(*(wide(before.at[n]) * wide(after.at[n]) for n in range(2))) * decay
 
     sums = masks.until()
     head = jnp.exp2(dot((sums, high), (sums, low))) * rows(tokens.head)
@@ -277,13 +277,7 @@ def _through_states(masks, s, at: Place, tokens: Tokens, g, decay: jax.Array, q,
     plgpu.commit_smem()
     until, past = masks.until(flip=True), masks.after(flip=True)
     dg = dot((until, before.at[0]), (until, before.at[1]), (past, after.at[0]), (past, after.at[1]))
-    return dq, dk + d_tail, dg + columns(d_whole), d_beta
-
-
-def _turned_pairs(s, which: int) -> jax.Array:
-    """dP or dA transposed."""
-    turned = load(transposed(s.pairs.at[which]), plgpu.Layout.WGMMA_TRANSPOSED)
-    return plgpu.layout_cast(turned, parts.WGMMA)
+    return dq, dk + d_tail, dg + columns(load(s.q_sum.at[at.group], parts.COLUMN)), d_beta
 
 
 def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.Stage, sums):
@@ -311,7 +305,8 @@ def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.St
 
     pairs = masks.pairs(stage, flip=True)
     d_earlier = dot(
-        (jnp.where(pairs, _turned_pairs(s, 0), none), later_q), (jnp.where(pairs, _turned_pairs(s, 1), none), later_k)
+        (jnp.where(pairs, parts.load_turned(s.pairs.at[0]), none), later_q),
+        (jnp.where(pairs, parts.load_turned(s.pairs.at[1]), none), later_k),
     )
     dk = dk + d_earlier * earlier
     sign = 1.0 if stage.kind == "level" else -1.0
@@ -369,16 +364,18 @@ def _finish_gate(form: Form, out, s, at: Place, tokens: Tokens, dg: jax.Array) -
         small = jnp.exp2(jnp.abs(z * columns(rate)) * -parts.LOG2E)  # the sigmoid's slope is small / (1 + small)^2
         chance = 1.0 / (1.0 + small)
         dz = dg * (small * chance * chance) * columns(rate) * form.lower_bound
-        d_a_log = jnp.sum(dz * z, axis=0)
+        d_a_log = dz * z
     else:
         g = parts.wide_tile(s.high.at[at.group]) + parts.wide_tile(s.v.at[at.group])
-        d_a_log = jnp.sum(dg * g, axis=0) * (1 / parts.LOG2E)
+        d_a_log = dg * g * (1 / parts.LOG2E)
         dz = dg * columns(rate) * (-1.0 / (1.0 + jnp.exp2(z * -parts.LOG2E)))
-    d_bias = jnp.sum(dz, axis=0)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # every warp is done with the buffers
     tile[...] = dz.astype(jnp.bfloat16)
-    s.rate.at[at.group][...] = d_a_log
-    s.bias.at[at.group][...] = d_bias
+    spare = s.states.at[at.group]
+    parts.put_split(d_a_log, spare.at[0], spare.at[1])
+    plgpu.commit_smem()
+    s.rate.at[at.group][...] = parts.token_sums(*(parts.load_turned(spare.at[n]) for n in range(2)))
+    s.bias.at[at.group][...] = parts.token_sums(parts.load_turned(tile))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, at.token(out.gate))
     plgpu.copy_smem_to_gmem(s.rate.at[at.group], at.whole(out.a_log).at[at.group])

@@ -122,6 +122,20 @@ def wide_tile(ref) -> jax.Array:
     return load(ref).astype(jnp.float32)
 
 
+def load_turned(ref) -> jax.Array:
+    """A bfloat16 tile transposed."""
+    return plgpu.layout_cast(load(transposed(ref), plgpu.Layout.WGMMA_TRANSPOSED), WGMMA)
+
+
+def token_sums(*tiles: jax.Array) -> jax.Array:
+    """Sum over tokens of the sum of transposed tiles [channels, tokens], one value a channel (a row there).
+
+    A sum over a tile's rows crosses warps and goes through scratch memory that all warpgroups of a block share, without
+    a lock: only kernels with one warpgroup may ask for it. A sum over columns stays in a warp.
+    """
+    return sum(jnp.sum(tile.astype(jnp.float32), axis=1) for tile in tiles)  # pyright: ignore[reportReturnType]
+
+
 def zeros(shape: tuple[int, int] = TILE) -> jax.Array:
     """A float32 tile of zeros."""
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), WGMMA)

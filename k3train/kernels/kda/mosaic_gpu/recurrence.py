@@ -225,7 +225,7 @@ def _put_values(ref, s, at, values: jax.Array) -> None:
 
 def _turned(s, at) -> jax.Array:
     """This warpgroup's value channels of U (or of the gradient of o), transposed."""
-    return plgpu.layout_cast(load(transposed(s.u_in.at[at.slot, at.group]), TURNED), parts.WGMMA)
+    return parts.load_turned(s.u_in.at[at.slot, at.group])
 
 
 def _written(s, at, state: jax.Array) -> jax.Array:
