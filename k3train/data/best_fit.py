@@ -12,7 +12,7 @@ them, and made anew where it cannot be.
 import hashlib
 import json
 import shutil
-import tempfile
+import uuid
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import cached_property
@@ -59,7 +59,7 @@ class BestFit(RowPlan):
         """The plan, from the folder beside the store where it is kept.
 
         Raises:
-          UserError: no document has two tokens.
+          UserError: fewer tokens than a row, or no document has two.
         """
         digest = hashlib.sha256(f"{_VERSION} {self.sequence_length} ".encode())
         digest.update(np.ascontiguousarray(self.split.doc_offsets, "<i8"))
@@ -67,6 +67,11 @@ class BestFit(RowPlan):
         place = self.split.folder.parent / FOLDER / f"{self.split.folder.name}-{self.sequence_length}-{name}"
         if (kept := _read(place)) is not None:
             return kept
+        if self.split.tokens <= self.sequence_length:
+            raise UserError(
+                f"{self.split.folder}: {self.split.tokens} tokens are fewer than one row (data.sequence_length "
+                f"{self.sequence_length} + 1); prepare more text or shorten the row"
+            )
         made = plan(self.split.doc_offsets, self.sequence_length)
         if len(made.rows) < 2:
             raise UserError(
@@ -94,7 +99,10 @@ class BestFit(RowPlan):
     @property
     def summary(self) -> str:
         """Rows, and how much of them is padding."""
-        return f"{self.rows:,} rows of {self.sequence_length:,} tokens, best fit; {self.padding:.2%} of them is padding"
+        alone = int((np.diff(self.split.doc_offsets) < 2).sum())
+        left_out = f"; {alone:,} documents of one token are left out" if alone else ""
+        rows = f"{self.rows:,} rows of {self.sequence_length:,} tokens, best fit"
+        return f"{rows}; {self.padding:.2%} of them is padding{left_out}"
 
     def stretches(self, row: int) -> list[tuple[int, int]]:
         """Whole documents, or parts of long ones."""
@@ -169,7 +177,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             each = room // size
             taken = min(count, each * len(numbers))
             used, more = divmod(taken, each)
-            bins[order[done : done + taken]] = np.repeat(numbers[: used + (more > 0)], each)[:taken]
+            bins[order[done : done + taken]] = np.repeat(numbers[: used + (more > 0)], min(each, taken))[:taken]
             put(room - each * size, numbers[:used])
             put(room - more * size, numbers[used : used + (more > 0)])
             put(room, numbers[used + (more > 0) :])
@@ -180,11 +188,11 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 def _read(place: Path) -> Table | None:
     """What was kept, if it is what was written."""
     try:
-        about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
+        sums = json.loads((place / _ABOUT).read_text(encoding="utf-8"))["sha256"]
         content = [np.fromfile(place / name, "<i8") for name in _FILES]
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    if [hashlib.sha256(array).hexdigest() for array in content] != about.get("sha256"):
+    if [hashlib.sha256(array).hexdigest() for array in content] != sums:
         return None
     return Table(content[0].reshape(-1, 2), content[1])
 
@@ -192,8 +200,9 @@ def _read(place: Path) -> Table | None:
 def _write(place: Path, table: Table) -> None:
     """Whole or not at all; several processes may do it at once."""
     place.parent.mkdir(exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    made = place.parent / f".{place.name}-{uuid.uuid4().hex}"  # unlike mkdtemp's, open to those who may read the store
     try:
+        made.mkdir()
         sums = []
         for name, array in zip(_FILES, table, strict=True):
             content = np.ascontiguousarray(array, "<i8")

@@ -176,7 +176,10 @@ class _Frames(io.RawIOBase):
             self._new: Callable[[], Any] = lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)
         else:
             library = need("zstandard", "a .zst file")
-            self._errors, self._new = library.ZstdError, lambda: library.ZstdDecompressor().decompressobj()
+            self._errors, self._new = (
+                library.ZstdError,
+                lambda: library.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
+            )
         self._frame: Any = None
         self._ready, self._error = b"", ""
 

@@ -69,7 +69,7 @@ class Side:
             self._bytes.write(spans.astype(_BYTES_DTYPE).tobytes())
         metadata = b""
         if self._metadata is not None:
-            metadata = json.dumps(document.metadata, ensure_ascii=False, default=str).encode() + b"\n"
+            metadata = json.dumps(document.metadata, default=str).encode() + b"\n"
             self._metadata.write(metadata)
         low, high = int(ids.min()), int(ids.max())
         self.min_id = min(self.min_id, low) if self.documents else low

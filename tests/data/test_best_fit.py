@@ -85,6 +85,24 @@ def test_a_plan_is_kept_read_again_and_made_anew_where_it_is_damaged(store, tmp_
     assert len(list((tmp_path / "store" / FOLDER).iterdir())) == 2
 
 
+@pytest.mark.parametrize("about", ["[]", "null", "{}", "1", "{"])
+def test_what_says_nothing_of_a_plan_is_no_plan(store, tmp_path, about):
+    shutil.copytree(store.path, tmp_path / "store", ignore=shutil.ignore_patterns(FOLDER))
+    split = type(store)(tmp_path / "store", store.header).train
+    first = BestFit(split, 32).table
+    (kept,) = (tmp_path / "store" / FOLDER).iterdir()
+    assert kept.stat().st_mode & 0o777 == (tmp_path / "store" / FOLDER).stat().st_mode & 0o777
+    (kept / "plan.json").write_text(about)
+    np.testing.assert_array_equal(BestFit(split, 32).table.rows, first.rows)
+    assert "sha256" in (kept / "plan.json").read_text()
+
+
+def test_a_row_longer_than_all_tokens(store):
+    with pytest.raises(UserError, match="are fewer than one row"):
+        _ = BestFit(store.train, 2**62).rows
+    assert best_fit(np.array([1, 1, 3]), 2**62).tolist() == [0, 0, 0]
+
+
 def test_a_place_that_cannot_be_written_is_said(store, tmp_path):
     shutil.copytree(store.path, tmp_path / "store", ignore=shutil.ignore_patterns(FOLDER))
     split = type(store)(tmp_path / "store", store.header).train
@@ -94,8 +112,17 @@ def test_a_place_that_cannot_be_written_is_said(store, tmp_path):
 
 
 def test_documents_of_one_token(tmp_path, make_config):
-    (tmp_path / "a.txt").write_text("x")
-    config = make_config([tmp_path / "a.txt"], add_bos=False, add_eos=False, packing="best_fit")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    config = make_config([tmp_path / "a.txt", tmp_path / "b.txt"], add_bos=False, add_eos=False, packing="best_fit")
     store = prepare(config, say=quiet)
     with pytest.raises(UserError, match="no document has two tokens"):
-        _ = BestFit(store.train, 32).rows
+        _ = BestFit(store.train, 1).rows
+
+
+def test_documents_left_out_are_counted(tmp_path, make_config):
+    for name in ("a", "b", "cde"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    config = make_config([tmp_path / f"{name}.txt" for name in ("a", "b", "cde")], add_bos=False, add_eos=False)
+    store = prepare(config, say=quiet)
+    assert "2 documents of one token are left out" in BestFit(store.train, 2).summary
