@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
 from k3train.config.object_store import filesystem, in_object_store
 from k3train.config.storage import storage
 from k3train.data.header import SourceFile
@@ -49,7 +50,7 @@ def describe(path: str) -> SourceFile:
       UserError: it cannot be read.
     """
     if in_object_store(path):
-        with storage(path, "read"):
+        with storage(path, "read", ExitCode.CONFIG):
             info = filesystem(path).info(path)
         mark = str(info.get("ETag") or info.get("etag") or info.get("md5Hash"))
         return SourceFile(path=path, bytes=int(info["size"]), mtime_ns=0, sha256="", version=mark)
@@ -78,7 +79,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
     Raises:
       UserError: it cannot be read.
     """
-    with storage(path, "read") if in_object_store(path) else _disk(path), _open(path) as file:
+    with storage(path, "read", ExitCode.CONFIG) if in_object_store(path) else _disk(path), _open(path) as file:
         yield file
 
 
@@ -97,7 +98,7 @@ def on_disk(path: str) -> Iterator[str]:
         return
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="k3train-") as folder, storage(path, "read"):
+    with tempfile.TemporaryDirectory(prefix="k3train-") as folder, storage(path, "read", ExitCode.CONFIG):
         local = str(Path(folder) / path.rpartition("/")[2])
         filesystem(path).get_file(path, local)
         yield local
@@ -123,7 +124,7 @@ def _check_suffix(name: str, suffixes: tuple[str, ...], pattern: str, path: obje
 def _objects(pattern: str) -> list[str]:
     """Addresses that a pattern with a scheme names."""
     scheme = pattern.partition("://")[0]
-    with storage(pattern, "look up"):
+    with storage(pattern, "look up", ExitCode.CONFIG):
         fs = filesystem(pattern)
         if glob.has_magic(pattern):
             names = sorted(fs.glob(pattern))

@@ -5,6 +5,7 @@ from data.conftest import quiet
 from data.formats import WRITERS, jsonl
 
 from k3train.config.errors import UserError
+from k3train.config.exit_codes import ExitCode
 from k3train.config.object_store import put
 from k3train.data.config import DataConfig
 from k3train.data.prepare import ensure_store, prepare
@@ -61,5 +62,7 @@ def test_a_changed_object_and_none(s3, tmp_path):
         (f"{s3}/in", "is a folder; name its files"),
         ("ftp://host/a.txt", "no such object store"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=says) as error:
             prepare(config_of(tmp_path / "other", [pattern]), say=quiet)
+        if pattern.startswith(str(s3)):
+            assert error.value.exit_code == ExitCode.CONFIG
