@@ -57,6 +57,17 @@ def environment(devices: int = 1) -> dict[str, str]:
     }
 
 
+def meeting(count: int) -> list[dict[str, str]]:
+    """Variables by which each of ``count`` processes finds the others; none for one alone."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    alike = {distributed.COORDINATOR: address, distributed.NUM_PROCESSES: str(count)}
+    return [alike | {distributed.PROCESS_ID: str(i)} for i in range(count)]
+
+
 class Launched:
     """``k3train train FILE OVERRIDES...`` in ``count`` processes that find each other.
 
@@ -80,18 +91,9 @@ class Launched:
     ):
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
         self.processes = []
-        for i in range(count):
-            env = environment(devices)
-            if count > 1:
-                env |= {
-                    distributed.COORDINATOR: f"localhost:{port}",
-                    distributed.NUM_PROCESSES: str(count),
-                    distributed.PROCESS_ID: str(i),
-                }
+        for i, found in enumerate(meeting(count)):
+            env = environment(devices) | found
             start = before[i] if i < len(before) else ""
             code = f"import sys\n{start}\nfrom k3train.cli.main import main\nsys.exit(main(sys.argv[1:]))"
             line = [sys.executable, "-c", code, command, str(file), *overrides]

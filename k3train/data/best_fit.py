@@ -67,11 +67,7 @@ class BestFit(RowPlan):
         place = self.split.folder.parent / FOLDER / f"{self.split.folder.name}-{self.sequence_length}-{name}"
         if (kept := _read(place)) is not None:
             return kept
-        if self.split.tokens <= self.sequence_length:
-            raise UserError(
-                f"{self.split.folder}: {self.split.tokens} tokens are fewer than one row (data.sequence_length "
-                f"{self.sequence_length} + 1); prepare more text or shorten the row"
-            )
+        self.refuse_short()
         made = plan(self.split.doc_offsets, self.sequence_length)
         if len(made.rows) < 2:
             raise UserError(

@@ -50,6 +50,14 @@ class RowPlan(ABC):
         np.cumsum(to, out=to)
         return int(to[-1])
 
+    def refuse_short(self) -> None:
+        """Raise UserError where all tokens are fewer than one row."""
+        if self.split.tokens <= self.sequence_length:
+            raise UserError(
+                f"{self.split.folder}: {self.split.tokens} tokens are fewer than one row (data.sequence_length "
+                f"{self.sequence_length} + 1); prepare more text or shorten the row"
+            )
+
     def documents(self, row: int) -> tuple[int, ...]:
         """Documents among the inputs of a row, by their number in the split, in the row's order."""
         found, room, offsets = [], self.sequence_length, self.split.doc_offsets  # [documents + 1]
@@ -101,13 +109,8 @@ class Chunks(RowPlan):
         Raises:
           UserError: there is not even one.
         """
-        rows = (self.split.tokens - 1) // self.sequence_length
-        if rows < 1:
-            raise UserError(
-                f"{self.split.folder}: {self.split.tokens} tokens are fewer than one row (data.sequence_length "
-                f"{self.sequence_length} + 1); prepare more text or shorten the row"
-            )
-        return rows
+        self.refuse_short()
+        return (self.split.tokens - 1) // self.sequence_length
 
     @property
     def dropped(self) -> int:

@@ -1,13 +1,9 @@
 """The Mosaic GPU kernels of the delta rule on the CPU: their arithmetic by emulation, and whether they compile."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import compiled, missing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kda_cases import DOCUMENTS, assert_near, cotangents, ids, inputs, kernels, value_and_gradients, wanted
@@ -148,18 +144,13 @@ def test_the_check_of_machine_code_finds_a_lost_register():
 @pytest.mark.parametrize(("gate", "heads", "tokens"), [("bounded", 96, 130), ("softplus", 2, 2048), ("given", 96, 130)])
 def test_compiles_for_h200(gate, heads, tokens, root, tmp_path):
     """All kernels, forward and backward, and the check of their machine code where nvdisasm is there."""
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        pytest.skip("jax-cuda13-plugin is not installed")
-    if tool("ptxas") is None:
-        pytest.skip("no ptxas")
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
-    environ.pop("XLA_FLAGS", None)
-    environ["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), *sys.path])
-    command = [sys.executable, str(root / "tests/mosaic_gpu_compile.py"), gate, str(heads), str(tokens)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
-    assert not done.returncode, done.stderr[-3000:]
+    if lacks := missing("gpu"):
+        pytest.skip(lacks)
+    script, dumps = str(root / "tests/mosaic_gpu_compile.py"), {"MOSAIC_GPU_DUMP_PTX": "1"}
+    dumps["MOSAIC_GPU_DUMP_TO"] = str(tmp_path)
+    said = compiled(script, gate, str(heads), str(tokens), seconds=900, **dumps)
     # At most twice what passes.backward says, in whole chunks.
-    assert int(done.stdout.splitlines()[-1]) < 2 * heads * -(-tokens // 64) * 64 * 2824
+    assert int(said) < 2 * heads * -(-tokens // 64) * 64 * 2824
     names = {path.stem.rsplit("_", 1)[0] for path in tmp_path.glob("*.ptx")}
     expected = {"kda_intra", "kda_recurrence", "kda_states", "kda_reverse", "kda_gradients"}
     assert names == expected | ({"kda_end", "kda_transition", "kda_reverse_end"} if tokens > 1000 else set())

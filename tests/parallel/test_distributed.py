@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from launch import meeting
 
 from k3train.config.errors import UserError
 from k3train.parallel import coordination, distributed
@@ -43,18 +43,9 @@ with open(sys.argv[1], "w") as out:  # gloo writes on stdout
 
 
 def test_two_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     workers = []
-    for process in range(2):
-        environ = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            distributed.COORDINATOR: f"localhost:{port}",
-            distributed.NUM_PROCESSES: "2",
-            distributed.PROCESS_ID: str(process),
-        }
+    for process, found in enumerate(meeting(2)):
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"} | found
         command = [sys.executable, "-c", WORKER, str(tmp_path / f"{process}.json")]
         workers.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     try:

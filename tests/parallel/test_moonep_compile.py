@@ -1,13 +1,9 @@
 """MoonEP with the real ``ragged_all_to_all``, forward and backward, compiled for H200 and TPU v5p without either."""
 
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
 
 import pytest
+from absent import compiled, missing
 
 # Nothing is run: it says whether the programs compile, and with which collectives.
 WORKER = """
@@ -39,26 +35,10 @@ print(json.dumps({"ragged": text.count("ragged-all-to-all("), "starts": text.cou
 """
 
 
-def needs(kind: str) -> str | None:
-    """What is missing to compile for ``kind``."""
-    if kind == "h200":
-        if importlib.util.find_spec("jax_cuda13_plugin") is None:
-            return "jax-cuda13-plugin is not installed"
-        return None if shutil.which("ptxas") else "no ptxas"
-    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("h200", 2), ("h200", 8), ("v5p", 8)])
 def test_ragged_compiles(kind, ranks):
-    missing = needs(kind)
-    if missing:
-        pytest.skip(missing)
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    environ.pop("XLA_FLAGS", None)
-    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", WORKER, kind, str(ranks), "ragged"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
-    assert not done.returncode, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    if lacks := missing("gpu" if kind == "h200" else "tpu"):
+        pytest.skip(lacks)
+    found = json.loads(compiled("-c", WORKER, kind, str(ranks), "ragged"))
     assert found["ragged"] + found["starts"] > 0, "the emulation was compiled, not the op"

@@ -2,14 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from k3train.parallel import distributed
+from launch import meeting
 
 SINGLE = ("replica=8", "fsdp=8", "expert=8", "context=4", "tensor=4")
 MIXED = (
@@ -35,21 +33,12 @@ def test_every_mesh_equals_one_device(processes: int, tmp_path: Path):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0",
     }
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     found = tmp_path / "found.jsonl"
     command = [sys.executable, str(Path(__file__).parent / "parity.py"), str(found), *SINGLE, *MIXED]
     started = []
-    for i in range(processes):
-        several = {
-            distributed.COORDINATOR: address,
-            distributed.NUM_PROCESSES: str(processes),
-            distributed.PROCESS_ID: str(i),
-        }
+    for i, found_by in enumerate(meeting(processes)):
         with (tmp_path / f"{i}.log").open("w") as log:
-            env = environ | (several if processes > 1 else {})
-            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+            started.append(subprocess.Popen(command, env=environ | found_by, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(3600) for process in started]
     finally:
