@@ -121,7 +121,8 @@ def note(row: dict) -> None:
 def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    distributed.initialize()
+    # Programs are compiled in every process at once: on a busy machine one may get no turn for a minute.
+    distributed.initialize(peer_timeout_s=1800)
     want = step({})
     note({"mesh": "one device", "loss": float(want[1]["loss"]), "margin": margin()})
     for text in sys.argv[2:]:
