@@ -51,9 +51,6 @@ class Grads(NamedTuple):
     """Of the raw gate input, bfloat16; of a given log-decay (natural), float32."""
     beta: jax.Array
     """[B, H, T] float32."""
-    a_log: jax.Array
-    bias: jax.Array
-    """Parts of a chunk and channel, [B, N, H, 2, 64] float32, to be summed; unwritten for a given log-decay."""
 
 
 def gradients(form: Form, raw: Raw, passed: Passed) -> Grads:
@@ -65,18 +62,17 @@ def gradients(form: Form, raw: Raw, passed: Passed) -> Grads:
     inputs = {name: x for name, x in {**halved._asdict(), **passed._asdict()}.items() if x is not None}
 
     def kda_gradients(*refs, **scratch):
-        ref = SimpleNamespace(**dict(zip([*inputs, "constants"], refs, strict=False)))
+        ref = SimpleNamespace(**dict(zip([*inputs, "tables"], refs, strict=False)))
         out = SimpleNamespace(**dict(zip(Grads._fields, refs[len(inputs) + 1 :], strict=True)))
         _body(form, ref, out, SimpleNamespace(**scratch))
 
     token = jax.ShapeDtypeStruct((batch, tokens, heads, width), jnp.bfloat16)
-    part = jax.ShapeDtypeStruct((batch, chunks, heads, 2, HALF), jnp.float32)
     gate = jax.ShapeDtypeStruct(token.shape, jnp.float32 if given else jnp.bfloat16)
     beta = jax.ShapeDtypeStruct((batch, heads, tokens), jnp.float32)
     vectors = lambda n: plgpu.SMEM((n, CHUNK), jnp.float32)  # noqa: E731
     out = plgpu.kernel(
         kda_gradients,
-        out_type=[token, token, token, gate, beta, part, part],
+        out_type=[token, token, token, gate, beta],
         grid=(chunks, heads, batch),
         grid_names=("chunk", "head", "row"),
         num_threads=2,
@@ -94,7 +90,7 @@ def gradients(form: Form, raw: Raw, passed: Passed) -> Grads:
             "met": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=parts.compiler_params(),
-    )(*inputs.values(), jnp.array([1.0, 0.0], jnp.float32))
+    )(*inputs.values(), parts.tables(form.backward_block()))
     return Grads(*out)
 
 
@@ -172,7 +168,7 @@ def _body(form: Form, ref, out, s) -> None:
     at = Place(*(lax.axis_index(name) for name in ("chunk", "head", "row", "group")))
     _fetch(form, ref, s, at)
     plgpu.barrier_wait(s.scores_ready)
-    masks = parts.Masks(ref.constants)
+    masks = parts.Masks(ref.tables)
     codes = parts.Codes(load(s.codes, parts.ROW), load(s.codes_again, parts.COLUMN))
     beta = load(s.beta, parts.ROW)
     d_beta = _through_inverse(out, s, at, beta)
@@ -256,28 +252,35 @@ def _through_states(masks, s, at: Place, tokens: Tokens, g, whole: jax.Array, q,
     """
     high, low = g
     before, after = s.states.at[at.group], s.d_states.at[at.group]
-    decay = jnp.exp2(parts.token_sums(parts.load_turned(high), parts.load_turned(low))) * whole
-    wide = lambda ref: parts.load_turned(ref).astype(jnp.float32)  # noqa: E731
-    s.q_sum.at[at.group][...] = parts.token_sums(*(wide(before.at[n]) * wide(after.at[n]) for n in range(2))) * decay
-
-    sums = masks.until()
-    head = jnp.exp2(dot((sums, high), (sums, low))) * rows(tokens.head)
+    until, ones = masks.until(), masks.ones()
+    head = jnp.exp2(dot((until, high), (until, low))) * rows(tokens.head)
     dq = dot(*((s.left.at[0, n], before.at[n]) for n in range(2))) * head
     d_beta_k = dot(*((s.left.at[1, n], before.at[n]) for n in range(2))) * -head
     dk = d_beta_k * rows(tokens.beta)
     d_beta = jnp.sum(d_beta_k * k(), axis=1)
+    through = sum(parts.wide_tile(before.at[n]) * parts.wide_tile(after.at[n]) for n in range(2))
+    through = through * jnp.exp2(dot((ones, high), (ones, low))) * whole  # values by keys
     plgpu.commit_smem()  # every warp has read the state
+    parts.put_split(through, before.at[0], before.at[1])
+    plgpu.commit_smem()
+    dg = _sums(parts.zeros(), ones, s.states, at)
+    plgpu.commit_smem()
     parts.put_split(q() * dq + k() * dk, before.at[0], before.at[1])
 
-    sums = masks.after()
-    tail = jnp.exp2(dot((sums, high), (sums, low))) * rows(tokens.tail)
+    after_sums = masks.after()
+    tail = jnp.exp2(dot((after_sums, high), (after_sums, low))) * rows(tokens.tail)
     d_tail = dot(*((s.written.at[n], after.at[n]) for n in range(2))) * tail
     plgpu.commit_smem()
     parts.put_split(k() * d_tail, after.at[0], after.at[1])
     plgpu.commit_smem()
-    until, past = masks.until(flip=True), masks.after(flip=True)
-    dg = dot((until, before.at[0]), (until, before.at[1]), (past, after.at[0]), (past, after.at[1]))
-    return dq, dk + d_tail, dg + columns(load(s.q_sum.at[at.group], parts.COLUMN)), d_beta
+    dg = _sums(_sums(dg, masks.until(flip=True), s.states, at), masks.after(flip=True), s.d_states, at)
+    _meet(s)  # nobody reads ``left`` any more
+    return dq, dk + d_tail, dg, d_beta
+
+
+def _sums(dg: jax.Array, left: jax.Array, split, at: Place) -> jax.Array:
+    """``dg`` plus ``left`` times this warpgroup's two parts of a split value."""
+    return parts.dot_onto(dg, (left, lambda: split.at[at.group, 0]), (left, lambda: split.at[at.group, 1]))
 
 
 def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.Stage, sums):
@@ -285,37 +288,35 @@ def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.St
     dq, dk, dg, d_beta = sums
     earlier_k, later_q = s.states.at[at.group, 0], s.states.at[at.group, 1]
     later_k, spare = s.d_states.at[at.group, 0], s.d_states.at[at.group, 1]
+    d_pairs = s.left.at[lax.rem(stage.number, jnp.int32(2))]  # the other warpgroup may still read the stage before
     later, earlier = parts.factors(masks, stage, *g)
     plgpu.commit_smem()  # every warp is done with the buffers
+    d_pairs.at[at.group][...] = load(s.pairs.at[at.group]) * masks.ones_at(stage)
     earlier_k[...] = (k() * earlier).astype(jnp.bfloat16)
     later_q[...] = (q() * later).astype(jnp.bfloat16)
     later_k[...] = (k() * later * rows(tokens.beta)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    none = jnp.bfloat16(0)
+    _meet(s)
 
-    pairs = masks.pairs(stage)
-    d_later = dot((jnp.where(pairs, load(s.pairs.at[0]), none), earlier_k))
-    d_exponent = d_later * parts.wide_tile(later_q)
+    d_earlier = dot((transposed(d_pairs.at[0]), later_q), (transposed(d_pairs.at[1]), later_k))
+    dk = dk + d_earlier * earlier
+    d_exponent = d_earlier * parts.wide_tile(earlier_k) * stage.sign
+
+    d_later = dot((d_pairs.at[0], earlier_k))
+    d_exponent = d_exponent + d_later * parts.wide_tile(later_q)
     dq = dq + d_later * later
-    d_later = dot((jnp.where(pairs, load(s.pairs.at[1]), none), earlier_k))
+    d_later = dot((d_pairs.at[1], earlier_k))
     d_exponent = d_exponent + d_later * parts.wide_tile(later_k)
     d_beta_k = d_later * later
     dk = dk + d_beta_k * rows(tokens.beta)
     d_beta = d_beta + jnp.sum(d_beta_k * k(), axis=1)
-
-    pairs = masks.pairs(stage, flip=True)
-    d_earlier = dot(
-        (jnp.where(pairs, parts.load_turned(s.pairs.at[0]), none), later_q),
-        (jnp.where(pairs, parts.load_turned(s.pairs.at[1]), none), later_k),
-    )
-    dk = dk + d_earlier * earlier
-    sign = 1.0 if stage.kind == "level" else -1.0
-    d_exponent = d_exponent + d_earlier * parts.wide_tile(earlier_k) * sign
     plgpu.commit_smem()
     parts.put_split(d_exponent, spare, earlier_k)
     plgpu.commit_smem()
     exponents = masks.exponents(stage, flip=True)
-    return dq, dk, dg + dot((exponents, spare), (exponents, earlier_k)), d_beta
+    dg = parts.dot_onto(
+        dg, (exponents, lambda: s.d_states.at[at.group, 1]), (exponents, lambda: s.states.at[at.group, 0])
+    )
+    return dq, dk, dg, d_beta
 
 
 def _finish(
@@ -362,21 +363,12 @@ def _finish_gate(form: Form, out, s, at: Place, tokens: Tokens, dg: jax.Array) -
     dg = dg * rows(tokens.valid)
     if form.gate == "bounded":
         small = jnp.exp2(jnp.abs(z * columns(rate)) * -parts.LOG2E)  # the sigmoid's slope is small / (1 + small)^2
-        chance = 1.0 / (1.0 + small)
+        chance = lax.rsqrt(1.0 + small)
+        chance = chance * chance
         dz = dg * (small * chance * chance) * columns(rate) * form.lower_bound
-        d_a_log = dz * z
     else:
-        g = parts.wide_tile(s.high.at[at.group]) + parts.wide_tile(s.v.at[at.group])
-        d_a_log = dg * g * (1 / parts.LOG2E)
-        dz = dg * columns(rate) * (-1.0 / (1.0 + jnp.exp2(z * -parts.LOG2E)))
-    plgpu.commit_smem()  # every warp is done with the buffers
+        root = lax.rsqrt(1.0 + jnp.exp2(z * -parts.LOG2E))
+        dz = dg * columns(rate) * -(root * root)
     tile[...] = dz.astype(jnp.bfloat16)
-    spare = s.states.at[at.group]
-    parts.put_split(d_a_log, spare.at[0], spare.at[1])
-    plgpu.commit_smem()
-    s.rate.at[at.group][...] = parts.token_sums(*(parts.load_turned(spare.at[n]) for n in range(2)))
-    s.bias.at[at.group][...] = parts.token_sums(parts.load_turned(tile))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, at.token(out.gate))
-    plgpu.copy_smem_to_gmem(s.rate.at[at.group], at.whole(out.a_log).at[at.group])
-    plgpu.copy_smem_to_gmem(s.bias.at[at.group], at.whole(out.bias).at[at.group])

@@ -96,7 +96,7 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
             "v_ready": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=parts.compiler_params(),
-    )(*[x for x in halved if x is not None], jnp.array([1.0, 0.0], jnp.float32))
+    )(*[x for x in halved if x is not None], parts.tables(form.forward_block()))
     found = Factors(*out, *[None] * (not inverse))
     return found._replace(decay=found.decay.reshape(batch, chunks, heads, width))
 
@@ -119,7 +119,7 @@ def _fetch(form: Form, ref, s, token, at) -> None:
     plgpu.copy_gmem_to_smem(ref.codes.at[row, here], s.codes_again, s.ready)
 
 
-def _body(form: Form, ref, constants, out, s) -> None:
+def _body(form: Form, ref, tables, out, s) -> None:
     at = chunk, head, row = tuple(lax.axis_index(name) for name in ("chunk", "head", "row"))
 
     def token(x, half):
@@ -127,7 +127,7 @@ def _body(form: Form, ref, constants, out, s) -> None:
 
     _fetch(form, ref, s, token, at)
     plgpu.barrier_wait(s.ready)
-    masks = parts.Masks(constants)
+    masks = parts.Masks(tables)
     codes = parts.Codes(load(s.codes, parts.ROW), load(s.codes_again, parts.COLUMN))
     valid = codes.bit(0)
     of_k, of_q = None, valid * form.scale
@@ -216,12 +216,12 @@ def _inverse(masks, s, a: jax.Array) -> jax.Array:
         plgpu.commit_smem()
         s.x[...] = narrow
         plgpu.commit_smem()
-        seam = jnp.where(masks.pairs(parts.Stage("level", lax.shift_left(jnp.int32(1), n))), a, 0.0)
+        seam = jnp.where(masks.pairs(parts.level(n)), a, 0.0)
         s.y[...] = dot((seam.astype(jnp.float16), s.x)).astype(jnp.float16)
         plgpu.commit_smem()
         return parts.dot_onto(x, (-narrow, lambda: s.y))
 
-    pairs = jnp.where(masks.pairs(parts.Stage("level", 1)), a, 0.0)
+    pairs = jnp.where(masks.pairs(parts.level(jnp.int32(0))), a, 0.0)
     return lax.fori_loop(1, 6, join, jnp.where(i == j, 1.0, 0.0) - pairs)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -62,23 +63,65 @@ class Form(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Pairs of tokens that share a reference; see the module."""
+    """Pairs of tokens that share a reference; see the module. Numbers are known when the kernel runs."""
 
-    kind: Literal["block", "level"]
-    size: int | jax.Array
-    """A power of two; a number known when the kernel runs for levels."""
+    number: jax.Array
+    """From 0; :func:`tables` has its exponents."""
+    group: jax.Array
+    """Tokens that share a reference."""
+    bits: jax.Array
+    """Of a token's number: a pair's later token has more in them."""
+    sign: jax.Array
+    """Of the exponent of the earlier token, float32: -1 in a block, 1 in a level."""
 
 
 def each_stage[Sums](block: int, work: Callable[[Stage, Sums], Sums], sums: Sums) -> Sums:
     """``work`` over stages that hold all pairs i > j: a block of ``block`` tokens (none for 1), then the levels above.
 
-    Levels are a loop in the kernel, not copies of its code: ptxas took minutes over the copies, and spilled more.
+    One loop in the kernel, not copies of its code: a kernel of more than some 8,000 instructions runs out of the
+    instruction cache, and waited for its code more than half of the time.
     """
+    blocks = int(block > 1)
+    count = blocks + (CHUNK // block).bit_length() - 1
+
+    def one(n, sums):
+        in_block = (n == 0) & (block > 1)
+        group = lax.shift_left(jnp.int32(block if blocks else 2), n)
+        bits = jnp.where(in_block, CHUNK - 1, lax.shift_right_logical(group, 1))
+        return work(Stage(n, group, bits, jnp.where(in_block, -1.0, 1.0).astype(jnp.float32)), sums)
+
+    return lax.fori_loop(0, count, one, sums)
+
+
+def level(n: jax.Array) -> Stage:
+    """The level of blocks of 2^n, for :meth:`Masks.pairs` alone: it has no number."""
+    bits = lax.shift_left(jnp.int32(1), n)
+    return Stage(jnp.int32(-1), 2 * bits, bits, jnp.float32(1))
+
+
+_UNTIL, _AFTER, _ONES, _FIRST_STAGE = 0, 2, 4, 6
+
+
+def tables(block: int) -> jax.Array:
+    """Matrices [n, 64, 64] bfloat16 of 0, 1 and -1 that are left operands of the tensor cores, each with its transpose.
+
+    Sums of the tokens up to and including one's own; of those after it; of all; and for each stage of
+    :func:`each_stage` the exponents of the decay between a token and its reference, + where the token is later, in a
+    level + always, and its pairs.
+    """
+    i, j = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
+    found = [i >= j, i < j, np.ones_like(i >= j)]
     if block > 1:
-        sums = work(Stage("block", block), sums)
-    first = block.bit_length() - 1
-    last = CHUNK.bit_length() - 1
-    return lax.fori_loop(first, last, lambda n, sums: work(Stage("level", lax.shift_left(jnp.int32(1), n)), sums), sums)
+        middle = (i & -block) + block // 2
+        found.append(1 * ((j > middle) & (j <= i)) - 1 * ((j > i) & (j <= middle)))
+        found.append(((i & -block) == (j & -block)) & (i > j))
+    size = block
+    while size < CHUNK:
+        end = (i & -2 * size) + size - 1
+        found.append(((j > end) & (j <= i)) | ((j > i) & (j <= end)))
+        found.append(((i & -2 * size) == (j & -2 * size)) & ((i & size) > (j & size)))
+        size *= 2
+    return jnp.asarray(np.stack([m for x in found for m in (x, x.T)]), jnp.bfloat16)
 
 
 class Codes(NamedTuple):
@@ -125,15 +168,6 @@ def wide_tile(ref) -> jax.Array:
 def load_turned(ref) -> jax.Array:
     """A bfloat16 tile transposed."""
     return plgpu.layout_cast(load(transposed(ref), plgpu.Layout.WGMMA_TRANSPOSED), WGMMA)
-
-
-def token_sums(*tiles: jax.Array) -> jax.Array:
-    """Sum over tokens of the sum of transposed tiles [channels, tokens], one value a channel (a row there).
-
-    A sum over a tile's rows crosses warps and goes through scratch memory that all warpgroups of a block share, without
-    a lock: only kernels with one warpgroup may ask for it. A sum over columns stays in a warp.
-    """
-    return sum(jnp.sum(tile.astype(jnp.float32), axis=1) for tile in tiles)  # pyright: ignore[reportReturnType]
 
 
 def zeros(shape: tuple[int, int] = TILE) -> jax.Array:
@@ -186,51 +220,49 @@ def put_split(value: jax.Array, high, low) -> None:
 
 
 class Masks:
-    """0/1 matrices [64, 64] as left operands of the tensor cores.
+    """Matrices of a chunk's pairs of tokens, in registers.
 
-    They are built from loaded values: ptxas of CUDA 12.8 to 13.2 can lose a constant fragment of an operand in
-    registers, and the product then reads a register that nothing wrote. (``tests/gpu/hgmma.py`` finds that.)
+    Operands of the tensor cores are loaded (:func:`tables`), which is shorter than forming them, and must not be formed
+    from constants: ptxas of CUDA 12.8 to 13.2 can lose a constant fragment of an operand in registers, and the product
+    then reads a register that nothing wrote. (``tests/mosaic_gpu_sass.py`` finds that.)
     """
 
-    def __init__(self, constants):
-        """Args: constants: a ref that holds 1 and 0."""
-        self.one, self.zero = constants[0], constants[1]
+    def __init__(self, tables):
+        """Args: tables: ref of :func:`tables` in global memory."""
+        self._tables = tables
         self.i, self.j = iota(0), iota(1)
 
-    def matrix(self, plus: jax.Array, minus: jax.Array | None = None) -> jax.Array:
-        """1 where ``plus``, -1 where ``minus``, else 0."""
-        rest = self.zero if minus is None else jnp.where(minus, -self.one, self.zero)
-        return jnp.where(plus, self.one, rest).astype(jnp.bfloat16)
+    def _table(self, number) -> jax.Array:
+        return plgpu.load(self._tables.at[number], layout=WGMMA, optimized=False)
 
     def until(self, flip: bool = False) -> jax.Array:
         """Sums of tokens up to and including one's own; ``flip``: transposed."""
-        return self.matrix(self.i <= self.j if flip else self.i >= self.j)
+        return self._table(_UNTIL + flip)
 
     def after(self, flip: bool = False) -> jax.Array:
         """Sums of the tokens after one's own; ``flip``: transposed."""
-        return self.matrix(self.i > self.j if flip else self.i < self.j)
+        return self._table(_AFTER + flip)
+
+    def ones(self) -> jax.Array:
+        """Sums of all tokens, in every row."""
+        return self._table(_ONES)
 
     def exponents(self, stage: Stage, flip: bool = False) -> jax.Array:
-        """Log-decays between a token and its reference, + where the token is later, in a level + always."""
-        i, j = (self.j, self.i) if flip else (self.i, self.j)
-        b = stage.size
-        if stage.kind == "block":
-            middle = (i & -b) + b // 2
-            return self.matrix((j > middle) & (j <= i), (j > i) & (j <= middle))
-        end = (i & -2 * b) + b - 1
-        return self.matrix(((j > end) & (j <= i)) | ((j > i) & (j <= end)))
+        """Log-decays between a token and its reference; ``flip``: transposed."""
+        return self._table(4 * stage.number + (_FIRST_STAGE + flip))
 
-    def pairs(self, stage: Stage, flip: bool = False) -> jax.Array:
-        """Pairs i > j of a stage, bool; ``flip``: transposed."""
-        i, j = (self.j, self.i) if flip else (self.i, self.j)
-        b = stage.size
-        if stage.kind == "block":
-            return ((i & -b) == (j & -b)) & (i > j)
-        return ((i & -2 * b) == (j & -2 * b)) & ((i & b) > (j & b))
+    def ones_at(self, stage: Stage) -> jax.Array:
+        """1 at the pairs i > j of a stage, else 0, bfloat16."""
+        return self._table(4 * stage.number + (_FIRST_STAGE + 2))
+
+    def pairs(self, stage: Stage) -> jax.Array:
+        """Pairs i > j of a stage, bool, for values that may be infinite elsewhere."""
+        i, j = self.i, self.j
+        return ((i & -stage.group) == (j & -stage.group)) & ((i & stage.bits) > (j & stage.bits))
 
 
 def factors(masks: Masks, stage: Stage, high, low) -> tuple[jax.Array, jax.Array]:
-    """Decay from the reference to a token, and from a token to the reference, as tiles; in a level both are one.
+    """Decay from the reference to a token, and from a token to the reference, as tiles.
 
     Args:
       masks: as built in this kernel.
@@ -240,10 +272,7 @@ def factors(masks: Masks, stage: Stage, high, low) -> tuple[jax.Array, jax.Array
     """
     sums = masks.exponents(stage)
     exponent = dot((sums, high), (sums, low))
-    if stage.kind == "level":
-        both = jnp.exp2(exponent)
-        return both, both
-    return jnp.exp2(exponent), jnp.exp2(-exponent)
+    return jnp.exp2(exponent), jnp.exp2(exponent * stage.sign)
 
 
 def log_decay(form: Form, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> jax.Array:
@@ -257,7 +286,8 @@ def log_decay(form: Form, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> j
     """
     z = raw + columns(bias)
     if form.gate == "bounded":
-        return (form.lower_bound * LOG2E) / (1.0 + jnp.exp2(z * columns(rate) * -LOG2E))
+        root = lax.rsqrt(1.0 + jnp.exp2(z * columns(rate) * -LOG2E))  # a third of a division's instructions
+        return root * root * (form.lower_bound * LOG2E)
     small = jnp.exp2(jnp.abs(z) * -LOG2E)  # softplus z = max(z, 0) + log(1 + small)
     log = jnp.where(small < 0.03, small * (1.0 - small * (0.5 - small * (1 / 3))), jnp.log(1.0 + small))
     return (jnp.maximum(z, 0.0) + log) * columns(rate) * -LOG2E
