@@ -81,15 +81,17 @@ def gradients(form: Form, raw: Raw, passed: Passed) -> Grads:
             **{name: parts.smem(2, CHUNK, HALF) for name in ("q", "k", "v", "g", "high", "written")},
             **{name: parts.smem(2, 2, CHUNK, HALF) for name in ("left", "states", "d_states")},
             "pairs": parts.smem(2, CHUNK, CHUNK),
+            "until": parts.smem(CHUNK, CHUNK),
             "codes": plgpu.SMEM((CHUNK,), jnp.int32),
             "codes_again": plgpu.SMEM((CHUNK,), jnp.int32),  # one load serves one layout
             **{name: vectors(2) for name in ("rate", "bias", "on_self", "q_sum", "k_sum", "beta_sum")},
             "beta": plgpu.SMEM((CHUNK,), jnp.float32),
             "scores_ready": plgpu.Barrier(num_arrivals=12),
-            "ready": plgpu.Barrier(num_arrivals=16),
+            "ready": plgpu.Barrier(num_arrivals=17),
+            "exponents_ready": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "met": plgpu.Barrier(num_arrivals=2),
         },
-        compiler_params=parts.compiler_params(),
+        compiler_params=parts.compiler_params(sums_over_rows=False),
     )(*inputs.values(), parts.tables(form.backward_block()))
     return Grads(*out)
 
@@ -138,6 +140,7 @@ def _fetch(form: Form, ref, s, at: Place) -> None:
         plgpu.copy_gmem_to_smem(ref.beta.at[at.row, at.head, here], s.beta, ready)
         plgpu.copy_gmem_to_smem(ref.codes.at[at.row, here], s.codes, ready)
         plgpu.copy_gmem_to_smem(ref.codes.at[at.row, here], s.codes_again, ready)
+        plgpu.copy_gmem_to_smem(ref.tables.at[parts.UNTIL], s.until, s.ready)
 
     for half in range(2):
         tile = pl.ds(half * HALF, HALF), pl.ds(group * HALF, HALF)
@@ -168,11 +171,11 @@ def _body(form: Form, ref, out, s) -> None:
     at = Place(*(lax.axis_index(name) for name in ("chunk", "head", "row", "group")))
     _fetch(form, ref, s, at)
     plgpu.barrier_wait(s.scores_ready)
-    masks = parts.Masks(ref.tables)
+    numbers = parts.Pairs(parts.iota(0), parts.iota(1))
     codes = parts.Codes(load(s.codes, parts.ROW), load(s.codes_again, parts.COLUMN))
     beta = load(s.beta, parts.ROW)
     d_beta = _through_inverse(out, s, at, beta)
-    _pair_gradients(masks, codes, s, at)
+    _pair_gradients(numbers, codes, s, at)
 
     plgpu.barrier_wait(s.ready)
     unit_q = unit_k = beta
@@ -183,8 +186,10 @@ def _body(form: Form, ref, out, s) -> None:
     whole = (lax.shift_right_logical(last, 1) & 1).astype(jnp.float32)
     q, k = _tiles(form, s, at, tokens)
     high, low = _gate(form, s, at, tokens.valid)
-    dq, dk, dg, more = _through_states(masks, s, at, tokens, (high, low), whole, q, k)
-    work = partial(_through_pairs, masks, s, at, tokens, (high, low), q, k)
+    dq, dk, dg, more = _through_states(ref, s, at, tokens, (high, low), whole, q, k)
+    _fetch_exponents(form, ref, s, at, jnp.int32(0))
+    follow = partial(_fetch_exponents, form, ref, s, at)
+    work = partial(_through_pairs, ref, s, at, tokens, (high, low), q, k, follow)
     dq, dk, dg, d_beta = parts.each_stage(form.backward_block(), work, (dq, dk, dg, d_beta + more))
     on_self = rows(load(s.on_self.at[0], parts.ROW))
     dq, dk = dq + on_self * k(), dk + on_self * q()
@@ -218,12 +223,12 @@ def _through_inverse(out, s, at: Place, beta: jax.Array) -> jax.Array:
     return d_beta
 
 
-def _pair_gradients(masks, codes, s, at: Place) -> None:
+def _pair_gradients(numbers, codes, s, at: Place) -> None:
     """dP by the first warpgroup and dA by the second, pairs i > j, and dP's diagonal apart."""
     sign = jnp.where(at.group == 0, 1.0, -1.0).astype(jnp.float32)
     both = dot(*((s.left.at[at.group, half], transposed(s.written.at[half])) for half in range(2))) * sign
-    s.on_self.at[at.group][...] = jnp.sum(jnp.where(masks.i == masks.j, both, 0.0), axis=1)
-    pairs = codes.same() & (masks.i > masks.j)
+    s.on_self.at[at.group][...] = jnp.sum(jnp.where(numbers.i == numbers.j, both, 0.0), axis=1)
+    pairs = codes.same() & (numbers.i > numbers.j)
     s.pairs.at[at.group][...] = jnp.where(pairs, both, 0.0).astype(jnp.bfloat16)
     _meet(s)
 
@@ -242,7 +247,7 @@ def _gate(form: Form, s, at: Place, valid: jax.Array):
     return high, low
 
 
-def _through_states(masks, s, at: Place, tokens: Tokens, g, whole: jax.Array, q, k):
+def _through_states(ref, s, at: Place, tokens: Tokens, g, whole: jax.Array, q, k):
     """What reads of the state before the chunk and writes to the one after it say of q, k, g and beta.
 
     Args:
@@ -251,51 +256,53 @@ def _through_states(masks, s, at: Place, tokens: Tokens, g, whole: jax.Array, q,
       q, k: functions that give tiles.
     """
     high, low = g
-    before, after = s.states.at[at.group], s.d_states.at[at.group]
-    until, ones = masks.until(), masks.ones()
-    head = jnp.exp2(dot((until, high), (until, low))) * rows(tokens.head)
+    before, after, until = s.states.at[at.group], s.d_states.at[at.group], s.until
+    after_sums = parts.table(ref.tables, parts.AFTER)
+    up_to = dot((until, high), (until, low))
+    past = dot((after_sums, high), (after_sums, low))
+    through = sum(parts.wide_tile(before.at[n]) * parts.wide_tile(after.at[n]) for n in range(2))
+    through = through * jnp.exp2(up_to + past) * whole  # values by keys; of one sum over its rows
+    head = jnp.exp2(up_to) * rows(tokens.head)
     dq = dot(*((s.left.at[0, n], before.at[n]) for n in range(2))) * head
     d_beta_k = dot(*((s.left.at[1, n], before.at[n]) for n in range(2))) * -head
     dk = d_beta_k * rows(tokens.beta)
     d_beta = jnp.sum(d_beta_k * k(), axis=1)
-    through = sum(parts.wide_tile(before.at[n]) * parts.wide_tile(after.at[n]) for n in range(2))
-    through = through * jnp.exp2(dot((ones, high), (ones, low))) * whole  # values by keys
-    plgpu.commit_smem()  # every warp has read the state
-    parts.put_split(through, before.at[0], before.at[1])
-    plgpu.commit_smem()
-    dg = _sums(parts.zeros(), ones, s.states, at)
-    plgpu.commit_smem()
-    parts.put_split(q() * dq + k() * dk, before.at[0], before.at[1])
-
-    after_sums = masks.after()
-    tail = jnp.exp2(dot((after_sums, high), (after_sums, low))) * rows(tokens.tail)
-    d_tail = dot(*((s.written.at[n], after.at[n]) for n in range(2))) * tail
-    plgpu.commit_smem()
-    parts.put_split(k() * d_tail, after.at[0], after.at[1])
-    plgpu.commit_smem()
-    dg = _sums(_sums(dg, masks.until(flip=True), s.states, at), masks.after(flip=True), s.d_states, at)
-    _meet(s)  # nobody reads ``left`` any more
+    d_tail = dot(*((s.written.at[n], after.at[n]) for n in range(2))) * jnp.exp2(past) * rows(tokens.tail)
+    before_sums = parts.table(ref.tables, parts.BEFORE)
+    plgpu.commit_smem()  # every warp has read the states
+    parts.put_split(q() * dq + k() * dk + through, before.at[0], before.at[1])
+    parts.put_split(k() * d_tail + through, after.at[0], after.at[1])
+    _meet(s)  # and nobody reads ``left`` and ``written`` any more
+    dg = dot(*((transposed(until), before.at[n]) for n in range(2)), *((before_sums, after.at[n]) for n in range(2)))
     return dq, dk + d_tail, dg, d_beta
 
 
-def _sums(dg: jax.Array, left: jax.Array, split, at: Place) -> jax.Array:
-    """``dg`` plus ``left`` times this warpgroup's two parts of a split value."""
-    return parts.dot_onto(dg, (left, lambda: split.at[at.group, 0]), (left, lambda: split.at[at.group, 1]))
+def _fetch_exponents(form: Form, ref, s, at: Place, number) -> None:
+    """Start the copy of a stage's exponents, where there is such a stage."""
+
+    @pl.when((at.group == 0) & (number < parts.stages(form.backward_block())))
+    def _():
+        slot = lax.rem(number, jnp.int32(2))
+        plgpu.copy_gmem_to_smem(ref.tables.at[parts.exponents(number)], s.written.at[slot], s.exponents_ready.at[slot])
 
 
-def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.Stage, sums):
+def _through_pairs(ref, s, at: Place, tokens: Tokens, g, q, k, follow, stage: parts.Stage, sums):
     """``sums``, dq, dk, dg and d_beta, plus what a stage's pairs say."""
     dq, dk, dg, d_beta = sums
     earlier_k, later_q = s.states.at[at.group, 0], s.states.at[at.group, 1]
     later_k, spare = s.d_states.at[at.group, 0], s.d_states.at[at.group, 1]
-    d_pairs = s.left.at[lax.rem(stage.number, jnp.int32(2))]  # the other warpgroup may still read the stage before
-    later, earlier = parts.factors(masks, stage, *g)
+    slot = lax.rem(stage.number, jnp.int32(2))  # the other warpgroup may still read the stage before
+    d_pairs, exponents = s.left.at[slot], s.written.at[slot]
+    of_stage = parts.table(ref.tables, parts.exponents(stage.number) + 1)
+    plgpu.barrier_wait(s.exponents_ready.at[slot])
+    later, earlier = parts.factors(exponents, stage, *g)
     plgpu.commit_smem()  # every warp is done with the buffers
-    d_pairs.at[at.group][...] = load(s.pairs.at[at.group]) * masks.ones_at(stage)
+    d_pairs.at[at.group][...] = load(s.pairs.at[at.group]) * of_stage
     earlier_k[...] = (k() * earlier).astype(jnp.bfloat16)
     later_q[...] = (q() * later).astype(jnp.bfloat16)
     later_k[...] = (k() * later * rows(tokens.beta)).astype(jnp.bfloat16)
     _meet(s)
+    follow(stage.number + 1)
 
     d_earlier = dot((transposed(d_pairs.at[0]), later_q), (transposed(d_pairs.at[1]), later_k))
     dk = dk + d_earlier * earlier
@@ -312,9 +319,10 @@ def _through_pairs(masks, s, at: Place, tokens: Tokens, g, q, k, stage: parts.St
     plgpu.commit_smem()
     parts.put_split(d_exponent, spare, earlier_k)
     plgpu.commit_smem()
-    exponents = masks.exponents(stage, flip=True)
     dg = parts.dot_onto(
-        dg, (exponents, lambda: s.d_states.at[at.group, 1]), (exponents, lambda: s.states.at[at.group, 0])
+        dg,
+        (lambda: transposed(s.written.at[slot]), lambda: s.d_states.at[at.group, 1]),
+        (lambda: transposed(s.written.at[slot]), lambda: s.states.at[at.group, 0]),
     )
     return dq, dk, dg, d_beta
 

@@ -84,15 +84,16 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
         grid=(chunks, heads, batch),
         grid_names=("chunk", "head", "row"),
         scratch_types={
-            **{name: half() for name in ("q", "k", "g", "low", "keys")},
-            "columns": parts.smem(CHUNK, CHUNK),
+            **{name: half() for name in ("q", "k", "g", "keys")},
+            "low": half() if given else parts.smem(1, CHUNK, HALF),  # two blocks just fit into a multiprocessor
+            **{name: parts.smem(CHUNK, CHUNK) for name in ("until", "columns")},
             "x": parts.smem(CHUNK, CHUNK, dtype=jnp.float16),
             "y": parts.smem(CHUNK, CHUNK, dtype=jnp.float16),
             "codes": plgpu.SMEM((CHUNK,), jnp.int32),
             "codes_again": plgpu.SMEM((CHUNK,), jnp.int32),  # one load serves one layout
             "beta": plgpu.SMEM((CHUNK,), jnp.float32),
             **{name: plgpu.SMEM((2, HALF), jnp.float32) for name in ("rate", "bias", "decay")},
-            "ready": plgpu.Barrier(num_arrivals=11),
+            "ready": plgpu.Barrier(num_arrivals=12),
             "v_ready": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=parts.compiler_params(),
@@ -101,7 +102,7 @@ def intra(form: Form, raw: Raw, *, inverse: bool) -> Factors:
     return found._replace(decay=found.decay.reshape(batch, chunks, heads, width))
 
 
-def _fetch(form: Form, ref, s, token, at) -> None:
+def _fetch(form: Form, ref, tables, s, token, at) -> None:
     """Start the copies of everything but v."""
     chunk, head, row = at
     here = pl.ds(chunk * CHUNK, CHUNK)
@@ -114,6 +115,7 @@ def _fetch(form: Form, ref, s, token, at) -> None:
     if form.gate != "given":
         plgpu.copy_gmem_to_smem(ref.rate.at[head], s.rate, s.ready)
         plgpu.copy_gmem_to_smem(ref.bias.at[head], s.bias, s.ready)
+    plgpu.copy_gmem_to_smem(tables.at[parts.UNTIL], s.until, s.ready)
     plgpu.copy_gmem_to_smem(ref.beta.at[row, head, here], s.beta, s.ready)
     plgpu.copy_gmem_to_smem(ref.codes.at[row, here], s.codes, s.ready)
     plgpu.copy_gmem_to_smem(ref.codes.at[row, here], s.codes_again, s.ready)
@@ -125,9 +127,9 @@ def _body(form: Form, ref, tables, out, s) -> None:
     def token(x, half):
         return x.at[row, pl.ds(chunk * CHUNK, CHUNK), head, pl.ds(half * HALF, HALF)]
 
-    _fetch(form, ref, s, token, at)
+    _fetch(form, ref, tables, s, token, at)
     plgpu.barrier_wait(s.ready)
-    masks = parts.Masks(tables)
+    numbers = parts.Pairs(parts.iota(0), parts.iota(1))
     codes = parts.Codes(load(s.codes, parts.ROW), load(s.codes_again, parts.COLUMN))
     valid = codes.bit(0)
     of_k, of_q = None, valid * form.scale
@@ -137,31 +139,40 @@ def _body(form: Form, ref, tables, out, s) -> None:
     last = ref.codes[row, chunk * CHUNK + CHUNK - 1]
     whole = (lax.shift_right_logical(last, 1) & 1).astype(jnp.float32)
 
+    count = parts.stages(form.forward_block())
+
+    def following(number):
+        """The exponents of the next stage, asked for early."""
+        return parts.table(tables, parts.exponents(lax.rem(number + 1, jnp.int32(count))))
+
     def one_half(half, sums):
-        a, p, self_score = sums
+        a, p, self_score, exponents = sums
         k = lambda: parts.wide_tile(s.k.at[half]) * (1.0 if of_k is None else rows(of_k))  # noqa: E731
         q = lambda: parts.wide_tile(s.q.at[half]) * rows(of_q)  # noqa: E731
-        total = _gate(form, s, half, valid)
+        low = s.low.at[half] if form.gate == "given" else s.low.at[0]
+        total = _gate(form, s, half, low, valid)
         s.decay.at[half][...] = jnp.exp2(total) * whole
         plgpu.commit_smem()
         self_score = self_score + jnp.sum(q() * k(), axis=1)
-        a, p = parts.each_stage(form.forward_block(), partial(_scores, masks, s, half, q, k), (a, p))
-        _state_factors(masks, codes, s, half, q, k)
+        work = partial(_scores, numbers, s, half, low, q, k, following)
+        a, p, exponents = parts.each_stage(form.forward_block(), work, (a, p, exponents))
+        _state_factors(tables, codes, s, half, low, q, k)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s.k.at[half], token(out.k, half))
         plgpu.copy_smem_to_gmem(s.q.at[half], token(out.q, half))
         plgpu.copy_smem_to_gmem(s.decay.at[half], out.decay.at[row, chunk, head, half])
-        return a, p, self_score
+        return a, p, self_score, exponents
 
-    a, p, self_score = lax.fori_loop(0, 2, one_half, (parts.zeros(), parts.zeros(), valid * 0.0))
+    start = parts.zeros(), parts.zeros(), valid * 0.0, following(jnp.int32(count - 1))
+    a, p, self_score, _ = lax.fori_loop(0, 2, one_half, start)
     for half in range(2):
         plgpu.copy_gmem_to_smem(token(ref.v, half), s.g.at[half], s.v_ready)
 
-    pairs = codes.same() & (masks.i > masks.j)
-    p = jnp.where(pairs, p, jnp.where(masks.i == masks.j, rows(self_score), 0.0))
+    pairs = codes.same() & (numbers.i > numbers.j)
+    p = jnp.where(pairs, p, jnp.where(numbers.i == numbers.j, rows(self_score), 0.0))
     s.columns[...] = p.astype(jnp.bfloat16)
     a = jnp.where(pairs, a, 0.0) * rows(load(s.beta, parts.ROW))
-    x = _inverse(masks, s, a)
+    x = _inverse(numbers, s, a)
     if hasattr(out, "inverse"):
         s.low.at[0][...] = x.astype(jnp.bfloat16)
     _write_factors(s, out, token, x)
@@ -171,9 +182,9 @@ def _body(form: Form, ref, tables, out, s) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _gate(form: Form, s, half, valid: jax.Array) -> jax.Array:
-    """Log-decay in two parts to ``s.g`` and ``s.low``; its sum over the chunk, one value a channel."""
-    high, low = s.g.at[half], s.low.at[half]
+def _gate(form: Form, s, half, low, valid: jax.Array) -> jax.Array:
+    """Log-decay in two parts to ``s.g`` and ``low``; its sum over the chunk, one value a channel."""
+    high = s.g.at[half]
     if form.gate == "given":
         g = parts.wide_tile(high) + parts.wide_tile(low)
     else:
@@ -183,22 +194,23 @@ def _gate(form: Form, s, half, valid: jax.Array) -> jax.Array:
     return jnp.sum(g, axis=0)
 
 
-def _scores(masks, s, half, q, k, stage: parts.Stage, scores: tuple[jax.Array, jax.Array]):
+def _scores(numbers, s, half, low, q, k, following, stage: parts.Stage, sums):
     """A and P plus what this half of the channels says of a stage's pairs: k_i E_ij k_j and q_i E_ij k_j."""
-    later, earlier = parts.factors(masks, stage, s.g.at[half], s.low.at[half])
+    a, p, exponents = sums
+    later, earlier = parts.factors(exponents, stage, s.g.at[half], low)
+    exponents = following(stage.number)
     plgpu.commit_smem()  # every warp has read the stage before
     s.columns[...] = (k() * earlier).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    pairs, right = masks.pairs(stage), transposed(s.columns)
-    a = scores[0] + jnp.where(pairs, dot(((k() * later).astype(jnp.bfloat16), right)), 0.0)
-    p = scores[1] + jnp.where(pairs, dot(((q() * later).astype(jnp.bfloat16), right)), 0.0)
-    return a, p
+    pairs, right = numbers.of(stage), transposed(s.columns)
+    a = a + jnp.where(pairs, dot(((k() * later).astype(jnp.bfloat16), right)), 0.0)
+    p = p + jnp.where(pairs, dot(((q() * later).astype(jnp.bfloat16), right)), 0.0)
+    return a, p, exponents
 
 
-def _state_factors(masks, codes, s, half, q, k) -> None:
+def _state_factors(tables, codes, s, half, low, q, k) -> None:
     """e^G k to ``s.keys``, e^G q over q, e^(G_C - G) k over k."""
-    high, low = s.g.at[half], s.low.at[half]
-    until, after = masks.until(), masks.after()
+    high, until, after = s.g.at[half], s.until, parts.table(tables, parts.AFTER)
     head = jnp.exp2(dot((until, high), (until, low))) * rows(codes.bit(1))
     s.keys.at[half][...] = (k() * head).astype(jnp.bfloat16)
     s.q.at[half][...] = (q() * head).astype(jnp.bfloat16)
@@ -206,9 +218,9 @@ def _state_factors(masks, codes, s, half, q, k) -> None:
     s.k.at[half][...] = (k() * tail).astype(jnp.bfloat16)
 
 
-def _inverse(masks, s, a: jax.Array) -> jax.Array:
+def _inverse(numbers, s, a: jax.Array) -> jax.Array:
     """(I + a)^-1 of a strictly lower triangular tile, from blocks of 1 to the whole."""
-    i, j = masks.i, masks.j
+    i, j = numbers.i, numbers.j
 
     def join(n, x):
         """Neighbouring blocks of 2^n."""
@@ -216,12 +228,12 @@ def _inverse(masks, s, a: jax.Array) -> jax.Array:
         plgpu.commit_smem()
         s.x[...] = narrow
         plgpu.commit_smem()
-        seam = jnp.where(masks.pairs(parts.level(n)), a, 0.0)
+        seam = jnp.where(numbers.of(parts.level(n)), a, 0.0)
         s.y[...] = dot((seam.astype(jnp.float16), s.x)).astype(jnp.float16)
         plgpu.commit_smem()
         return parts.dot_onto(x, (-narrow, lambda: s.y))
 
-    pairs = jnp.where(masks.pairs(parts.level(jnp.int32(0))), a, 0.0)
+    pairs = jnp.where(numbers.of(parts.level(jnp.int32(0))), a, 0.0)
     return lax.fori_loop(1, 6, join, jnp.where(i == j, 1.0, 0.0) - pairs)
 
 

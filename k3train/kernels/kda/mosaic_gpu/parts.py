@@ -82,7 +82,6 @@ def each_stage[Sums](block: int, work: Callable[[Stage, Sums], Sums], sums: Sums
     instruction cache, and waited for its code more than half of the time.
     """
     blocks = int(block > 1)
-    count = blocks + (CHUNK // block).bit_length() - 1
 
     def one(n, sums):
         in_block = (n == 0) & (block > 1)
@@ -90,7 +89,12 @@ def each_stage[Sums](block: int, work: Callable[[Stage, Sums], Sums], sums: Sums
         bits = jnp.where(in_block, CHUNK - 1, lax.shift_right_logical(group, 1))
         return work(Stage(n, group, bits, jnp.where(in_block, -1.0, 1.0).astype(jnp.float32)), sums)
 
-    return lax.fori_loop(0, count, one, sums)
+    return lax.fori_loop(0, stages(block), one, sums)
+
+
+def stages(block: int) -> int:
+    """How many there are in :func:`each_stage`."""
+    return int(block > 1) + (CHUNK // block).bit_length() - 1
 
 
 def level(n: jax.Array) -> Stage:
@@ -99,18 +103,28 @@ def level(n: jax.Array) -> Stage:
     return Stage(jnp.int32(-1), 2 * bits, bits, jnp.float32(1))
 
 
-_UNTIL, _AFTER, _ONES, _FIRST_STAGE = 0, 2, 4, 6
+UNTIL, BEFORE, AFTER = 0, 1, 2
+"""Places among :func:`tables` of sums of tokens: up to and including one's own, before it, after it."""
+
+
+def exponents(number: jax.Array) -> jax.Array:
+    """Place of a stage's exponents among :func:`tables`; its pairs come next."""
+    return 2 * number + (AFTER + 1)
 
 
 def tables(block: int) -> jax.Array:
-    """Matrices [n, 64, 64] bfloat16 of 0, 1 and -1 that are left operands of the tensor cores, each with its transpose.
+    """Matrices [n, 64, 64] bfloat16 of 0, 1 and -1, left operands of the tensor cores.
 
-    Sums of the tokens up to and including one's own; of those after it; of all; and for each stage of
-    :func:`each_stage` the exponents of the decay between a token and its reference, + where the token is later, in a
-    level + always, and its pairs.
+    Sums of the tokens up to and including one's own, before it, and after it; then, for each stage of
+    :func:`each_stage`, the exponents of the decay between a token and its reference (+ where the token is later, in a
+    level + always), and 1 at its pairs i > j.
+
+    They are loaded because that takes fewer instructions than forming them, and because they must not be formed from
+    constants: ptxas of CUDA 12.8 to 13.2 can lose a constant fragment of an operand in registers, and the product then
+    reads a register that nothing wrote. (``tests/mosaic_gpu_sass.py`` finds that.)
     """
     i, j = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
-    found = [i >= j, i < j, np.ones_like(i >= j)]
+    found = [i >= j, i > j, i < j]
     if block > 1:
         middle = (i & -block) + block // 2
         found.append(1 * ((j > middle) & (j <= i)) - 1 * ((j > i) & (j <= middle)))
@@ -121,7 +135,7 @@ def tables(block: int) -> jax.Array:
         found.append(((j > end) & (j <= i)) | ((j > i) & (j <= end)))
         found.append(((i & -2 * size) == (j & -2 * size)) & ((i & size) > (j & size)))
         size *= 2
-    return jnp.asarray(np.stack([m for x in found for m in (x, x.T)]), jnp.bfloat16)
+    return jnp.asarray(np.stack(found), jnp.bfloat16)
 
 
 class Codes(NamedTuple):
@@ -144,9 +158,14 @@ def smem(*shape: int, dtype=jnp.bfloat16):
     return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
 
 
-def compiler_params() -> plgpu.CompilerParams:
-    """Warpgroup semantics; exp2 and rsqrt are the hardware's, accurate to 2^-22."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True)
+def compiler_params(sums_over_rows: bool = True) -> plgpu.CompilerParams:
+    """Warpgroup semantics; exp2 and rsqrt are the hardware's, accurate to 2^-22.
+
+    Args:
+      sums_over_rows: whether the kernel forms any, which cross warps and need scratch memory.
+    """
+    scratch = {} if sums_over_rows else {"reduction_scratch_bytes": 512}
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, **scratch)
 
 
 def transposed(ref):
@@ -206,7 +225,7 @@ def dot_onto(start: jax.Array, *pairs: tuple[jax.Array, Callable]) -> jax.Array:
 
     def products(acc):
         for a, b in pairs:
-            plgpu.wgmma(acc, a, b())
+            plgpu.wgmma(acc, a() if callable(a) else a, b())
 
     run: Any = pl.run_state(products)
     return run(plgpu.WGMMAAccumulatorRef.init(start))
@@ -219,59 +238,33 @@ def put_split(value: jax.Array, high, low) -> None:
     low[...] = (value - top.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-class Masks:
-    """Matrices of a chunk's pairs of tokens, in registers.
+def table(ref, number) -> jax.Array:
+    """One of :func:`tables` in registers, from global memory."""
+    return plgpu.load(ref.at[number], layout=WGMMA, optimized=False)
 
-    Operands of the tensor cores are loaded (:func:`tables`), which is shorter than forming them, and must not be formed
-    from constants: ptxas of CUDA 12.8 to 13.2 can lose a constant fragment of an operand in registers, and the product
-    then reads a register that nothing wrote. (``tests/mosaic_gpu_sass.py`` finds that.)
-    """
 
-    def __init__(self, tables):
-        """Args: tables: ref of :func:`tables` in global memory."""
-        self._tables = tables
-        self.i, self.j = iota(0), iota(1)
+class Pairs(NamedTuple):
+    """Row and column numbers of a tile over pairs of tokens."""
 
-    def _table(self, number) -> jax.Array:
-        return plgpu.load(self._tables.at[number], layout=WGMMA, optimized=False)
+    i: jax.Array
+    j: jax.Array
 
-    def until(self, flip: bool = False) -> jax.Array:
-        """Sums of tokens up to and including one's own; ``flip``: transposed."""
-        return self._table(_UNTIL + flip)
-
-    def after(self, flip: bool = False) -> jax.Array:
-        """Sums of the tokens after one's own; ``flip``: transposed."""
-        return self._table(_AFTER + flip)
-
-    def ones(self) -> jax.Array:
-        """Sums of all tokens, in every row."""
-        return self._table(_ONES)
-
-    def exponents(self, stage: Stage, flip: bool = False) -> jax.Array:
-        """Log-decays between a token and its reference; ``flip``: transposed."""
-        return self._table(4 * stage.number + (_FIRST_STAGE + flip))
-
-    def ones_at(self, stage: Stage) -> jax.Array:
-        """1 at the pairs i > j of a stage, else 0, bfloat16."""
-        return self._table(4 * stage.number + (_FIRST_STAGE + 2))
-
-    def pairs(self, stage: Stage) -> jax.Array:
-        """Pairs i > j of a stage, bool, for values that may be infinite elsewhere."""
+    def of(self, stage: Stage) -> jax.Array:
+        """Pairs i > j of a stage, bool."""
         i, j = self.i, self.j
         return ((i & -stage.group) == (j & -stage.group)) & ((i & stage.bits) > (j & stage.bits))
 
 
-def factors(masks: Masks, stage: Stage, high, low) -> tuple[jax.Array, jax.Array]:
+def factors(exponents, stage: Stage, high, low) -> tuple[jax.Array, jax.Array]:
     """Decay from the reference to a token, and from a token to the reference, as tiles.
 
     Args:
-      masks: as built in this kernel.
+      exponents: the stage's, in registers or shared memory.
       stage: which pairs.
       high: ref [64, 64] with log-decays to base 2.
       low: what ``high`` leaves out.
     """
-    sums = masks.exponents(stage)
-    exponent = dot((sums, high), (sums, low))
+    exponent = dot((exponents, high), (exponents, low))
     return jnp.exp2(exponent), jnp.exp2(exponent * stage.sign)
 
 
