@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3train.kernels.kda.api import document_starts, kda
+from k3train.kernels.kda.api import kda, kda_from_raw
 from k3train.kernels.kda.gate import kda_gate, l2_normalize
-from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu, mosaic_gpu_core
 
 WIDTH = 128
 RESULTS = 8e-3
@@ -68,13 +67,11 @@ def bound(gate: str) -> float | None:
 def kernels(arguments, segment_ids, gate: str):
     """o and the last state by the kernels."""
     a = arguments
-    rest = {"initial_state": a["state"]}
-    if segment_ids is not None:
-        rest |= {"starts": document_starts(segment_ids), "valid": segment_ids > 0}
-    if gate == "given":
-        return mosaic_gpu_core(a["q"], a["k"], a["v"], a["g"], a["beta"], scale=WIDTH**-0.5, **rest)
+    rest = {"segment_ids": segment_ids, "initial_state": a["state"], "implementation": "mosaic_gpu"}
     tokens = a["q"], a["k"], a["v"], a["g"], a["beta"]
-    return mosaic_gpu(*tokens, a["a_log"], a["dt_bias"], lower_bound=bound(gate), **rest)
+    if gate == "given":
+        return kda(*tokens, scale=WIDTH**-0.5, **rest)
+    return kda_from_raw(*tokens, a["a_log"], a["dt_bias"], lower_bound=bound(gate), **rest)
 
 
 def value_and_gradients(arguments, segment_ids, gate: str, pulled=None):

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from k3train.config.section import Positive, Section
 
-KDA_KERNELS = {"mosaic_tpu": "tpu"}
+KDA_KERNELS = {"mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 """Kernels of the delta rule, and the devices each runs on."""
 KDA_KERNEL_WIDTH = 128
 """Width of the keys and values that they serve."""
@@ -17,9 +17,10 @@ KDA_KERNEL_CHUNK = 64
 class KernelsConfig(Section, drift="free"):
     """One named implementation an op; ``auto`` is resolved once at start and printed."""
 
-    kda: Literal["auto", "mosaic_tpu", "chunked", "recurrent"] = "auto"
-    """The delta rule: our TPU kernels (heads of width 128; other widths are computed by the chunked form, and the table
-    at the start says so), the chunked form in plain JAX, or token by token."""
+    kda: Literal["auto", "mosaic_gpu", "mosaic_tpu", "chunked", "recurrent"] = "auto"
+    """The delta rule: our kernels for Hopper GPUs (bfloat16, rows not shared out by mesh.context) or TPUs, for heads of
+    width 128 (what they do not serve is computed by the chunked form, and the table at the start says so); the chunked
+    form in plain JAX; or token by token."""
     kda_chunk: Positive = 64
     """Tokens in a chunk of the chunked delta rule; the kernels have 64."""
     attention: Literal["auto", "blockwise", "reference"] = "auto"

@@ -1,28 +1,38 @@
 """Turns ``auto`` into a named implementation, once, before anything is traced. Imports no JAX."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from k3train.config.errors import UserError
 from k3train.kernels.config import KDA_KERNEL_CHUNK, KDA_KERNEL_WIDTH, KDA_KERNELS, KernelsConfig
 
 # Op -> implementation by backend.
 CHOICES = {
-    "kda": {"default": "chunked", "tpu": "mosaic_tpu"},
+    "kda": {"default": "chunked", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"},
     "attention": {"default": "blockwise"},
     "grouped_matmul": {"default": "blocked"},
     "cross_entropy": {"default": "chunked"},
 }
 
 
-def resolve(
-    kernels: KernelsConfig, backend: str, kda_width: int | None = None
-) -> tuple[KernelsConfig, list[tuple[str, str, str]]]:
-    """Explicit implementations for ``backend`` (``cpu``, ``gpu``, ``tpu``).
+_HOPPER = ("H100", "H200", "H20", "H800", "GH200")
 
-    Args:
-      kernels: the section.
-      backend: what kind of devices the run has.
-      kda_width: width of the KDA heads; None where a model has none.
+
+class Place(NamedTuple):
+    """What the choice depends on."""
+
+    backend: str
+    """``cpu``, ``gpu`` or ``tpu``."""
+    device_kind: str = ""
+    """The device's name, as its driver gives it."""
+    kda_width: int | None = None
+    """Width of the KDA heads; None where a model has none."""
+    compute_dtype: str = "bfloat16"
+    context: int = 1
+    """Devices that share out a row's tokens."""
+
+
+def resolve(kernels: KernelsConfig, place: Place) -> tuple[KernelsConfig, list[tuple[str, str, str]]]:
+    """Explicit implementations for a place.
 
     Returns:
       The section without ``auto``, and rows (op, implementation, why) to print.
@@ -34,20 +44,47 @@ def resolve(
     rows = []
     for op, by_backend in CHOICES.items():
         asked = getattr(kernels, op)
-        named = by_backend.get(backend, by_backend["default"]) if asked == "auto" else asked
-        why = f"auto on {backend}" if asked == "auto" else f"kernels.{op}"
+        named = by_backend.get(place.backend, by_backend["default"]) if asked == "auto" else asked
+        why = f"auto on {place.backend}" if asked == "auto" else f"kernels.{op}"
         if op == "kda" and named in KDA_KERNELS:
-            runs_on = KDA_KERNELS[named]
-            if runs_on != backend:
-                raise UserError(
-                    f"kernels.kda: {named} runs on {runs_on} devices, and this run has {backend} ones; "
-                    "set kernels.kda: auto, which takes what these devices run"
-                )
-            if kda_width not in (None, KDA_KERNEL_WIDTH):
-                why += f": {named} serves heads of width {KDA_KERNEL_WIDTH}, and model.kda.head_dim is {kda_width}"
+            if asked == named:
+                _refuse_other_devices(named, place)
+            if unfit := _unfit(named, place):
+                why += f": {named} {unfit}"
                 named = by_backend["default"]
             else:
                 chosen["kda_chunk"] = KDA_KERNEL_CHUNK
         chosen[op] = named
         rows.append((op, named, why))
     return kernels.model_copy(update=chosen), rows
+
+
+def _refuse_other_devices(named: str, place: Place) -> None:
+    runs_on, has = KDA_KERNELS[named], place.backend
+    if named == "mosaic_gpu" and has == "gpu" and not _is_hopper(place):
+        runs_on, has = "Hopper gpu", place.device_kind
+    elif runs_on == has:
+        return
+    raise UserError(
+        f"kernels.kda: {named} runs on {runs_on} devices, and this run has {has} ones; "
+        "set kernels.kda: auto, which takes what these devices run"
+    )
+
+
+def _is_hopper(place: Place) -> bool:
+    return any(name in place.device_kind.split() for name in _HOPPER)
+
+
+def _unfit(named: str, place: Place) -> str | None:
+    """Why a kernel does not serve the model, or the GPU there is."""
+    if place.kda_width not in (None, KDA_KERNEL_WIDTH):
+        return f"serves heads of width {KDA_KERNEL_WIDTH}, and model.kda.head_dim is {place.kda_width}"
+    if named != "mosaic_gpu":
+        return None
+    if not _is_hopper(place):
+        return f"runs on Hopper, and the devices are {place.device_kind or 'of unknown kind'}"
+    if place.compute_dtype != "bfloat16":
+        return f"takes bfloat16, and train.compute_dtype is {place.compute_dtype}"
+    if place.context > 1:
+        return f"does not share out a row, and mesh.context is {place.context}"
+    return None

@@ -12,7 +12,7 @@ from k3train.data.prepare import ensure_store
 from k3train.data.store import Store
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.experiment import Experiment
-from k3train.kernels.resolve import resolve
+from k3train.kernels.resolve import Place, resolve
 from k3train.models.counts import flops_per_token
 from k3train.models.decoder import Decoder
 from k3train.optim.optimizer import Optimizer
@@ -81,7 +81,9 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
     """
     mesh = build_mesh(exp.mesh) if mesh is None else mesh
     width = exp.model.kda.head_dim if exp.model.kda else None
-    kernels, table = resolve(exp.kernels, mesh.devices.flat[0].platform, width)
+    device = mesh.devices.flat[0]
+    place = Place(device.platform, device.device_kind, width, exp.train.compute_dtype, mesh.shape["context"])
+    kernels, table = resolve(exp.kernels, place)
     exp = exp.model_copy(update={"kernels": kernels})
     rows = exp.train.global_batch // exp.train.accumulation
     ways = math.prod(mesh.shape[axis] for axis in ROW_AXES)

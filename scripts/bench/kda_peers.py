@@ -27,9 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from k3train.kernels.kda.api import document_starts, kda
-from k3train.kernels.kda.gate import kda_gate, l2_normalize
-from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu
+from k3train.kernels.kda.api import Implementation, kda_from_raw
 
 WIDTH = 128
 SHAPES = ("1x8192x96", "4x4096x32", "1x65536x32", "1x65536x12", "8x2048x16")
@@ -102,18 +100,15 @@ def of_jax(run: Callable, inputs: dict[str, np.ndarray], options: argparse.Names
     return found
 
 
-def ours(arrays, ids, bound):
-    """The Mosaic GPU kernels."""
-    a, packing = arrays, {} if ids is None else {"starts": document_starts(ids), "valid": ids > 0}
-    tokens = a["q"], a["k"], a["v"], a["g"], a["beta"]
-    return mosaic_gpu(*tokens, a["a_log"], a["dt_bias"], lower_bound=bound, **packing)[0]
+def by(implementation: Implementation) -> Callable:
+    """The delta rule from raw projections by one of ours, of (arrays, segment ids or None, bound)."""
 
+    def run(arrays, ids, bound):
+        a = arrays
+        tokens = a["q"], a["k"], a["v"], a["g"], a["beta"], a["a_log"], a["dt_bias"]
+        return kda_from_raw(*tokens, lower_bound=bound, segment_ids=ids, implementation=implementation)[0]
 
-def pure_jax(arrays, ids, bound):
-    """The chunked form in XLA."""
-    a = arrays
-    g, beta = kda_gate(a["g"], a["a_log"], a["dt_bias"], bound), jax.nn.sigmoid(a["beta"].astype(jnp.float32))
-    return kda(l2_normalize(a["q"]), l2_normalize(a["k"]), a["v"], g, beta, segment_ids=ids)[0]
+    return run
 
 
 def of_torch(name: str, inputs: dict[str, np.ndarray], options: argparse.Namespace) -> list[Timed | None]:
@@ -210,7 +205,7 @@ def main() -> None:
         rows, tokens, heads = map(int, text.split("x"))
         shape = rows, tokens, heads
         inputs = drawn(shape, options.packed)
-        for who, run in (("ours", ours), ("pure JAX", pure_jax)):
+        for who, run in (("ours", by("mosaic_gpu")), ("pure JAX", by("chunked"))):
             if who not in options.without:
                 table.add_row(text, *row(who, shape, of_jax(run, inputs, options)))
         for who, package in torch_peers.items():

@@ -12,7 +12,7 @@ from k3train.convert.published import model_config, tensor_prefix
 from k3train.convert.tensors import export_tensors, import_tensors
 from k3train.data.batch import Batch
 from k3train.kernels.config import KernelsConfig
-from k3train.kernels.resolve import resolve
+from k3train.kernels.resolve import Place, resolve
 from k3train.models.block import Depth
 from k3train.models.decoder import Decoder
 from k3train.models.stack import write_row
@@ -33,7 +33,7 @@ def _batch(ids, documents) -> Batch:
 def compute(case, dtype) -> dict[str, np.ndarray]:
     published = json.loads((case.folder / "config.json").read_text())
     cfg, prefix = model_config(published), tensor_prefix(published)
-    kernels, _ = resolve(KernelsConfig(kda_chunk=16, grouped_matmul_block=8), "cpu")
+    kernels, _ = resolve(KernelsConfig(kda_chunk=16, grouped_matmul_block=8), Place("cpu"))
     decoder = Decoder(cfg, kernels)
     tensors = {name: a.astype(dtype) for name, a in load_file(case.folder / "model.safetensors").items()}
     params, buffers = jax.tree.map(jnp.asarray, import_tensors(cfg, tensors, *decoder.abstract(), prefix))

@@ -6,13 +6,15 @@ import tiny
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.kernels.config import KernelsConfig
-from k3train.kernels.resolve import resolve
+from k3train.kernels.resolve import Place, resolve
 from k3train.train.assembly import assemble
 
 
-def chosen(asked: str, backend: str, width: int | None) -> tuple[str, int, str]:
+def chosen(asked: str, backend: str, width: int | None, **rest) -> tuple[str, int, str]:
     """The delta rule's implementation, its chunk, and the reason that is printed."""
-    kernels, rows = resolve(KernelsConfig.model_validate({"kda": asked, "kda_chunk": 32}), backend, width)
+    kernels, rows = resolve(
+        KernelsConfig.model_validate({"kda": asked, "kda_chunk": 32}), Place(backend, kda_width=width, **rest)
+    )
     (row,) = [row for row in rows if row[0] == "kda"]
     assert row[1] == kernels.kda
     return kernels.kda, kernels.kda_chunk, row[2]
@@ -20,7 +22,7 @@ def chosen(asked: str, backend: str, width: int | None) -> tuple[str, int, str]:
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_nothing_stays_auto(backend):
-    kernels, rows = resolve(KernelsConfig(), backend, 128)
+    kernels, rows = resolve(KernelsConfig(), Place(backend, kda_width=128))
     assert "auto" not in kernels.model_dump().values()
     assert [row[0] for row in rows] == ["kda", "attention", "grouped_matmul", "cross_entropy"]
 
@@ -28,7 +30,25 @@ def test_nothing_stays_auto(backend):
 def test_auto_takes_the_devices_own_kernel():
     assert chosen("auto", "tpu", 128) == ("mosaic_tpu", 64, "auto on tpu")
     assert chosen("auto", "cpu", 128) == ("chunked", 32, "auto on cpu")
-    assert chosen("auto", "gpu", 128) == ("chunked", 32, "auto on gpu")
+    assert chosen("auto", "gpu", 128, device_kind="NVIDIA H200") == ("mosaic_gpu", 64, "auto on gpu")
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "runs on Hopper, and the devices are NVIDIA A100-SXM4-80GB"),
+        ({"compute_dtype": "float32"}, "takes bfloat16, and train.compute_dtype is float32"),
+        ({"context": 2}, "does not share out a row, and mesh.context is 2"),
+    ],
+)
+def test_what_the_hopper_kernels_do_not_serve_is_computed_by_the_chunked_form_and_it_is_said(rest, reason):
+    named, chunk, why = chosen("auto", "gpu", 128, **{"device_kind": "NVIDIA H100 80GB HBM3", **rest})
+    assert (named, chunk, why) == ("chunked", 32, f"auto on gpu: mosaic_gpu {reason}")
+
+
+def test_the_hopper_kernels_are_refused_on_other_gpus():
+    with pytest.raises(UserError, match="mosaic_gpu runs on Hopper gpu devices, and this run has NVIDIA B200 ones"):
+        chosen("mosaic_gpu", "gpu", 128, device_kind="NVIDIA B200")
 
 
 @pytest.mark.parametrize("asked", ["auto", "mosaic_tpu"])

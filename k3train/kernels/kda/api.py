@@ -14,16 +14,75 @@ from k3train.config.errors import UserError
 from k3train.kernels.config import KDA_KERNEL_WIDTH, KDA_KERNELS
 from k3train.kernels.kda.chunked import chunked
 from k3train.kernels.kda.context import last_ids
+from k3train.kernels.kda.gate import kda_gate, l2_normalize
 from k3train.kernels.kda.reference import recurrent
 from k3train.kernels.numerics import wide
 
-Named = Literal["mosaic_tpu", "chunked", "recurrent"]
+Named = Literal["mosaic_gpu", "mosaic_tpu", "chunked", "recurrent"]
 Implementation = Literal["auto"] | Named
 
 
 def resolve(implementation: Implementation) -> Named:
     """What ``auto`` stands for here, where devices are not known: the chunked form, which runs on all of them."""
     return "chunked" if implementation == "auto" else implementation
+
+
+def kda_from_raw(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    raw_gate: jax.Array,
+    beta_logits: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    *,
+    lower_bound: float | None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    chunk: int = 64,
+    implementation: Implementation = "auto",
+    axis: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`kda` of unit q and k, the log-decay of ``kda_gate`` and beta = sigmoid(beta_logits) (k3-facts 2.1).
+
+    ``mosaic_gpu`` forms all of these in its kernels, from bfloat16 (the raw gate is rounded to it), and its o is
+    bfloat16; the others form them here, wide, and their o is wide.
+
+    Args:
+      q, k, v: [B, T, H, K] after the convolutions.
+      raw_gate: [B, T, H, K].
+      beta_logits: [B, T, H].
+      a_log: [H].
+      dt_bias: [H*K], head major.
+      lower_bound: least log-decay of the bounded gate; None for the softplus gate.
+      segment_ids, initial_state, chunk, implementation, axis: as in :func:`kda`.
+
+    Returns:
+      o [B, T, H, K] and the wide state [B, H, K, K].
+
+    Raises:
+      UserError: as :func:`kda`.
+    """
+    if resolve(implementation) != "mosaic_gpu":
+        g, beta = kda_gate(raw_gate, a_log, dt_bias, lower_bound), jax.nn.sigmoid(beta_logits)
+        return kda(
+            l2_normalize(q),
+            l2_normalize(k),
+            wide(v),  # so that o stays wide
+            g,
+            beta,
+            segment_ids=segment_ids,
+            initial_state=initial_state,
+            chunk=chunk,
+            implementation=implementation,
+            axis=axis,
+        )
+    from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu
+
+    _refuse_axis("mosaic_gpu", axis)
+    valid, starts = (None, None) if segment_ids is None else (segment_ids > 0, document_starts(segment_ids))
+    rest = {"starts": starts, "valid": valid, "initial_state": initial_state, "lower_bound": lower_bound}
+    return mosaic_gpu(q, k, v, raw_gate.astype(jnp.bfloat16), beta_logits, a_log, dt_bias, **rest)
 
 
 def kda(
@@ -46,8 +105,8 @@ def kda(
     The state restarts where ``segment_ids`` change; a document may begin anywhere. Tokens of segment 0 are padding:
     they leave the state as it is and their output is zero. Differentiable once, in q, k, v, g, beta and initial_state;
     ``jax.checkpoint`` round a layer leaves only its inputs to keep. All arithmetic is wide, bf16 inputs included: the
-    gradient of g does not survive bf16. A kernel (``mosaic_tpu``) works only on its own devices, or in Pallas'
-    interpret mode, and for heads of width 128; ``kernels/resolve.py`` chooses by both.
+    gradient of g does not survive bf16. A kernel (``mosaic_tpu``, ``mosaic_gpu``) works only on its own
+    devices and for heads of width 128; ``kernels/resolve.py`` chooses by both.
 
     Args:
       q: [B, T, H, K].
@@ -114,17 +173,24 @@ def _by_kernel(named: Named, q, k, v, g, beta, state, valid, starts, scale, prec
         )
     if "float64" in dtypes:
         raise UserError(f"kernels.kda: {named} computes in float32, not float64; set kernels.kda: chunked")
-    match named:
-        case "mosaic_tpu":
-            from k3train.kernels.kda.mosaic_tpu.rule import mosaic_tpu as kernel
-        case _:
-            raise AssertionError(named)
+    if named == "mosaic_gpu":
+        from k3train.kernels.kda.mosaic_gpu.entry import mosaic_gpu_core
+
+        _refuse_axis(named, axis)
+        return mosaic_gpu_core(q, k, v, g, beta, starts=starts, valid=valid, initial_state=state, scale=float(scale))
+    from k3train.kernels.kda.mosaic_tpu.rule import mosaic_tpu as kernel
+
     if isinstance(scale, jax.Array):  # a kernel's own is a constant
         q, scale = wide(q) * scale, 1.0
     flags = jnp.ones(beta.shape[:2], jnp.float32)
     if valid is not None:
         flags = valid.astype(jnp.float32) + starts.astype(jnp.float32)
     return kernel(q, k, v, g, beta, state, flags, float(scale), precision, axis)
+
+
+def _refuse_axis(named: Named, axis: str | None) -> None:
+    if axis is not None:
+        raise UserError(f"kernels.kda: {named} does not share out a row's tokens; mesh.context needs the chunked form")
 
 
 def document_starts(segment_ids: jax.Array, before: jax.Array | None = None) -> jax.Array:

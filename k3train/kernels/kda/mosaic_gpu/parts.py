@@ -124,7 +124,7 @@ def tables(block: int) -> jax.Array:
     reads a register that nothing wrote. (``tests/mosaic_gpu_sass.py`` finds that.)
     """
     i, j = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
-    found = [i >= j, i > j, i < j]
+    found: list[np.ndarray] = [i >= j, i > j, i < j]
     if block > 1:
         middle = (i & -block) + block // 2
         found.append(1 * ((j > middle) & (j <= i)) - 1 * ((j > i) & (j <= middle)))
@@ -164,8 +164,11 @@ def compiler_params(sums_over_rows: bool = True) -> plgpu.CompilerParams:
     Args:
       sums_over_rows: whether the kernel forms any, which cross warps and need scratch memory.
     """
-    scratch = {} if sums_over_rows else {"reduction_scratch_bytes": 512}
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, **scratch)
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        approx_math=True,
+        reduction_scratch_bytes=2048 if sums_over_rows else 512,
+    )
 
 
 def transposed(ref):
@@ -220,8 +223,8 @@ def dot(*pairs, shape: tuple[int, int] = TILE) -> jax.Array:
     return pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def dot_onto(start: jax.Array, *pairs: tuple[jax.Array, Callable]) -> jax.Array:
-    """``start`` plus products a b; ``b`` is a function of nothing that gives a ref (a closure is left alone)."""
+def dot_onto(start: jax.Array, *pairs: tuple[jax.Array | Callable, Callable]) -> jax.Array:
+    """``start`` plus products a b; refs are given as functions of nothing (closures are left alone)."""
 
     def products(acc):
         for a, b in pairs:

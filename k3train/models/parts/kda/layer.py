@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from k3train.kernels.causal_conv.api import causal_conv, next_taps
 from k3train.kernels.config import KernelsConfig
-from k3train.kernels.kda.api import Implementation, kda
-from k3train.kernels.kda.gate import kda_gate, l2_normalize
+from k3train.kernels.kda.api import Implementation, kda_from_raw
+from k3train.kernels.kda.gate import kda_gate
 from k3train.kernels.numerics import wide, wide_dtype
 from k3train.models.param import matrix, ones, param, zeros
 from k3train.models.parts.kda.config import KDAConfig
@@ -136,7 +136,7 @@ class KDA(nnx.Module):
         implementation: Implementation,
         axis: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Convolutions, decay and delta rule of some heads: o [B, T, H, K] wide, last state, g [B, T, H, K], beta.
+        """Convolutions, decay and delta rule of some heads: o [B, T, H, K], last state, g [B, T, H, K], beta.
 
         Args:
           inputs: of the q, k and v convolutions, each [B, T, HK].
@@ -154,22 +154,24 @@ class KDA(nnx.Module):
             per_head(causal_conv(x, w, segment_ids=segment_ids, taps=before))
             for x, w, before in zip(inputs, weights.convs, taps, strict=True)
         )
-        bound = cfg.gate_lower_bound if cfg.gate == "bounded" else None
-        g = kda_gate(per_head(raw), weights.a_log, weights.dt_bias, bound)
-        beta = jax.nn.sigmoid(strength)  # [B, T, H]
-        o, state = kda(
-            l2_normalize(q),
-            l2_normalize(k),
-            wide(v),  # so that o stays wide until after the gate
-            g,
-            beta,
+        bound, gate = cfg.gate_lower_bound if cfg.gate == "bounded" else None, per_head(raw)
+        o, state = kda_from_raw(
+            q,
+            k,
+            v,
+            gate,
+            strength,
+            weights.a_log,
+            weights.dt_bias,
+            lower_bound=bound,
             segment_ids=segment_ids,
             initial_state=state,
             chunk=self.kernels.kda_chunk,
             implementation=implementation,
             axis=axis,
         )
-        return o, state, g, beta
+        # For the statistics alone; where the delta rule formed them too, XLA does so once.
+        return o, state, kda_gate(gate, weights.a_log, weights.dt_bias, bound), jax.nn.sigmoid(strength)
 
     def _on_the_mesh(
         self, inputs: Sequence[jax.Array], raw: jax.Array, strength: jax.Array, segment_ids: jax.Array | None
