@@ -7,7 +7,7 @@ from k3train.kernels.config import KDA_KERNEL_CHUNK, KDA_KERNEL_WIDTH, KDA_KERNE
 
 # Op -> implementation by backend.
 CHOICES = {
-    "kda": {"default": "chunked", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"},
+    "kda": {"default": "chunked", "tpu": "mosaic_tpu"},
     "attention": {"default": "blockwise"},
     "grouped_matmul": {"default": "blocked"},
     "cross_entropy": {"default": "chunked"},
@@ -47,8 +47,7 @@ def resolve(kernels: KernelsConfig, place: Place) -> tuple[KernelsConfig, list[t
         named = by_backend.get(place.backend, by_backend["default"]) if asked == "auto" else asked
         why = f"auto on {place.backend}" if asked == "auto" else f"kernels.{op}"
         if op == "kda" and named in KDA_KERNELS:
-            if asked == named:
-                _refuse_other_devices(named, place)
+            _refuse_other_devices(named, place)
             if unfit := _unfit(named, place):
                 why += f": {named} {unfit}"
                 named = by_backend["default"]
@@ -61,9 +60,9 @@ def resolve(kernels: KernelsConfig, place: Place) -> tuple[KernelsConfig, list[t
 
 def _refuse_other_devices(named: str, place: Place) -> None:
     runs_on, has = KDA_KERNELS[named], place.backend
-    if named == "mosaic_gpu" and has == "gpu" and not _is_hopper(place):
+    if runs_on == has == "gpu" and not any(name in place.device_kind.split() for name in _HOPPER):
         runs_on, has = "Hopper gpu", place.device_kind
-    elif runs_on == has:
+    if runs_on == has:
         return
     raise UserError(
         f"kernels.kda: {named} runs on {runs_on} devices, and this run has {has} ones; "
@@ -71,18 +70,12 @@ def _refuse_other_devices(named: str, place: Place) -> None:
     )
 
 
-def _is_hopper(place: Place) -> bool:
-    return any(name in place.device_kind.split() for name in _HOPPER)
-
-
 def _unfit(named: str, place: Place) -> str | None:
-    """Why a kernel does not serve the model, or the GPU there is."""
+    """Why a kernel does not serve the run, or None."""
     if place.kda_width not in (None, KDA_KERNEL_WIDTH):
         return f"serves heads of width {KDA_KERNEL_WIDTH}, and model.kda.head_dim is {place.kda_width}"
     if named != "mosaic_gpu":
         return None
-    if not _is_hopper(place):
-        return f"runs on Hopper, and the devices are {place.device_kind or 'of unknown kind'}"
     if place.compute_dtype != "bfloat16":
         return f"takes bfloat16, and train.compute_dtype is {place.compute_dtype}"
     if place.context > 1:

@@ -30,20 +30,19 @@ def test_nothing_stays_auto(backend):
 def test_auto_takes_the_devices_own_kernel():
     assert chosen("auto", "tpu", 128) == ("mosaic_tpu", 64, "auto on tpu")
     assert chosen("auto", "cpu", 128) == ("chunked", 32, "auto on cpu")
-    assert chosen("auto", "gpu", 128, device_kind="NVIDIA H200") == ("mosaic_gpu", 64, "auto on gpu")
+    assert chosen("auto", "gpu", 128, device_kind="NVIDIA H200") == ("chunked", 32, "auto on gpu")
 
 
 @pytest.mark.parametrize(
     ("rest", "reason"),
     [
-        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "runs on Hopper, and the devices are NVIDIA A100-SXM4-80GB"),
         ({"compute_dtype": "float32"}, "takes bfloat16, and train.compute_dtype is float32"),
         ({"context": 2}, "does not share out a row, and mesh.context is 2"),
     ],
 )
 def test_what_the_hopper_kernels_do_not_serve_is_computed_by_the_chunked_form_and_it_is_said(rest, reason):
-    named, chunk, why = chosen("auto", "gpu", 128, **{"device_kind": "NVIDIA H100 80GB HBM3", **rest})
-    assert (named, chunk, why) == ("chunked", 32, f"auto on gpu: mosaic_gpu {reason}")
+    named, chunk, why = chosen("mosaic_gpu", "gpu", 128, device_kind="NVIDIA H100 80GB HBM3", **rest)
+    assert (named, chunk, why) == ("chunked", 32, f"kernels.kda: mosaic_gpu {reason}")
 
 
 def test_the_hopper_kernels_are_refused_on_other_gpus():
@@ -60,6 +59,7 @@ def test_other_widths_are_computed_by_the_chunked_form_and_it_is_said(asked):
 
 def test_what_is_asked_for_is_taken():
     assert chosen("mosaic_tpu", "tpu", 128)[0] == "mosaic_tpu"
+    assert chosen("mosaic_gpu", "gpu", 128, device_kind="NVIDIA H200") == ("mosaic_gpu", 64, "kernels.kda")
     for asked in ("chunked", "recurrent"):
         assert chosen(asked, "tpu", 128) == (asked, 32, "kernels.kda")
 
