@@ -3,10 +3,10 @@
     python scripts/bench/kda_pieces.py                                    # [1, 8192, 96], K3's gate
     python scripts/bench/kda_pieces.py --gate softplus --shape 4x4096x32
 
-``1 group`` and ``2 groups``: a block of the recurrence owns half of a head's value channels, or all of them. Median wall
-time a call, of ``--burst`` calls queued one after the other. For where the time of one goes:
+``1 group`` and ``2 groups``: a block of the recurrence owns half of a head's value channels, or all of them. Median
+wall time a call, of ``--burst`` calls queued one after the other. For where the time of one goes:
 
-    ncu --clock-control none --set full -k regex:kda_gradients -c 1 -o FILE python scripts/bench/kda_pieces.py --repeats 1
+    ncu --clock-control none --set full -k regex:kda_gradients -c 1 python scripts/bench/kda_pieces.py --repeats 1
 """
 
 import argparse
@@ -65,7 +65,8 @@ def main() -> None:
 
     def timed(name: str, function: Callable, *args):
         run = jax.jit(function)
-        result, times = jax.block_until_ready(run(*args)), []
+        result = last = jax.block_until_ready(run(*args))
+        times = []
         for _ in range(options.repeats):
             began = time.perf_counter()
             for _ in range(options.burst):
