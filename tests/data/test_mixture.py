@@ -121,8 +121,8 @@ def test_a_phase_that_is_added_changes_nothing_before_it():
     one = [(0, {"a": 0.5, "b": 0.5})]
     before = mix(["a", "b"], 10, one, ROW, 5)
     after = mix(["a", "b", "aa"], 10, [*one, (ROW * 30, {"a": 0.5, "b": 0.3, "aa": 0.2})], ROW, 5)
-    named = [np.array(mixture.names)[mixture.where(np.arange(30))[0]] for mixture in (before, after)]
-    np.testing.assert_array_equal(*named)
+    named, named_after = (np.array(mixture.names)[mixture.where(np.arange(30))[0]] for mixture in (before, after))
+    np.testing.assert_array_equal(named, named_after)
     np.testing.assert_array_equal(before.where(np.arange(30))[1], after.where(np.arange(30))[1])
     assert after.agrees(before, 30) and before.agrees(after, 30) and not after.agrees(before, 31)
     same_again = mix(["a", "b"], 10, [*one, (ROW * 30, {"a": 1, "b": 1})], ROW, 5)
