@@ -165,8 +165,10 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _refuse_mixture(config: "DataConfig") -> None:
     """Raise UserError (exit 2) where the mixture does not go with another length of rows."""
+    from k3train.data.mixture import mixture_of
+
     try:
-        config.mix(config.shuffle_seed)
+        mixture_of(config, config.shuffle_seed)
     except ValueError as error:
         raise UserError(f"--sequence-length {config.sequence_length}: {error}", ExitCode.USAGE) from None
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from k3train.config.section import (
     Section,
     Strings,
 )
-from k3train.data.mixture import Mixture, mix
+from k3train.data.shares import Blocks, blocks
 
 _SOURCE_NAME = "[A-Za-z][A-Za-z0-9_-]*"
 
@@ -115,14 +115,13 @@ class MixtureConfig(Section, drift="branch"):
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)]
     """Weights and where they begin to hold; the first at tokens: 0."""
 
-    def mix(self, names: list[str], sequence_length: int, seed: int) -> Mixture:
-        """The mixture of the named sources.
+    def blocks(self, names: Iterable[str], sequence_length: int) -> Blocks:
+        """What the blocks hold of the named sources.
 
         Raises:
-          ValueError: see ``data/mixture.py``.
+          ValueError: see ``data/shares.py``.
         """
-        phases = [(phase.tokens, phase.weights) for phase in self.phases]
-        return mix(names, self.block, phases, sequence_length, seed)
+        return blocks(names, self.block, [(phase.tokens, phase.weights) for phase in self.phases], sequence_length)
 
 
 class DataConfig(Section, drift="frozen"):
@@ -171,14 +170,8 @@ class DataConfig(Section, drift="frozen"):
         places = [os.path.normpath(source.store) for source in self.sources.values()]
         if len(set(places)) < len(places):
             raise ValueError("data.sources: two sources have one store; give each a folder of its own")
-        self.mix(self.shuffle_seed)
+        self.mixture.blocks(self.sources, self.sequence_length)
         return self
-
-    def mix(self, seed: int) -> Mixture | None:
-        """The mixture; None where there is one source."""
-        if self.mixture is None or self.sources is None:
-            return None
-        return self.mixture.mix(list(self.sources), self.sequence_length, seed)
 
     @property
     def place(self) -> str:

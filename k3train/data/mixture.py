@@ -7,13 +7,13 @@ al. 2024).
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
+from k3train.data.config import DataConfig, MixtureConfig
 from k3train.data.order import permute
 
 
@@ -95,76 +95,31 @@ class Mixture:
         return phases
 
 
-def mix(
-    names: Sequence[str], block: int, phases: Sequence[tuple[int, Mapping[str, float]]], row_tokens: int, seed: int
-) -> Mixture:
-    """The mixture of phases (nominal tokens at which each begins, weights by source).
-
-    A phase begins at the first border of a block at or after its tokens.
+def mixture_of(config: DataConfig, seed: int) -> Mixture | None:
+    """The mixture of a data section; None where there is one source.
 
     Args:
-      names: the sources; their order does not matter.
-      block: rows of a block.
-      row_tokens: nominal tokens of a row.
       seed: of the run's data.
 
     Raises:
-      ValueError: the phases do not begin at 0 or one after the other, a source is unknown or never read, or a weight
-        gets no row in a block; says what would do.
+      ValueError: see :func:`mix`; a section that was validated, and not changed since, raises none.
     """
-    names = tuple(sorted(names))
-    if not phases or phases[0][0] != 0:
-        raise ValueError("mixture.phases: the first phase begins at tokens: 0")
-    firsts: list[int] = []
-    for index, (tokens, _) in enumerate(phases):
-        first = -(-tokens // (row_tokens * block))
-        if firsts and first <= firsts[-1]:
-            raise ValueError(
-                f"mixture.phases: phase {index} (tokens: {tokens}) does not begin at least one block of {block} rows "
-                f"= {block * row_tokens} tokens after the phase before; set them further apart or mixture.block smaller"
-            )
-        firsts.append(first)
-    counts = [_counts(names, block, weights, index) for index, (_, weights) in enumerate(phases)]
-    unread = [name for column, name in enumerate(names) if not any(row[column] for row in counts)]
-    if unread:
-        raise ValueError(f"sources {', '.join(unread)}: no phase of the mixture gives a weight; give one or leave out")
-    return Mixture(names, block, np.array(firsts, np.int64), np.array(counts, np.int64), derived_seed(seed, "blocks"))
+    if config.mixture is None or config.sources is None:
+        return None
+    return mix(config.mixture, config.sources, config.sequence_length, seed)
+
+
+def mix(config: MixtureConfig, names: Iterable[str], sequence_length: int, seed: int) -> Mixture:
+    """The mixture of sources; their order does not matter.
+
+    Raises:
+      ValueError: see ``shares.blocks``.
+    """
+    plan = config.blocks(names, sequence_length)
+    firsts, counts = np.array(plan.firsts, np.int64), np.array(plan.counts, np.int64)
+    return Mixture(plan.names, config.block, firsts, counts, derived_seed(seed, "blocks"))
 
 
 def derived_seed(seed: int, purpose: str) -> int:
     """A seed of 63 bits that follows from another one and from what it is for."""
     return int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "little") >> 1
-
-
-def largest_remainder(weights: Sequence[Fraction], block: int) -> list[int]:
-    """Whole numbers in proportion to ``weights`` that sum to ``block``; the largest remainders are rounded up.
-
-    Of equal remainders the earlier one goes first (Hamilton's method).
-    """
-    total = sum(weights)
-    quotas = [block * weight / total for weight in weights]
-    counts = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
-    for i in by_remainder[: block - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def _counts(names: tuple[str, ...], block: int, weights: Mapping[str, float], index: int) -> list[int]:
-    """Rows of each source in a block of phase ``index``."""
-    key = f"mixture.phases[{index}].weights"
-    if unknown := [name for name in weights if name not in names]:
-        raise ValueError(f"{key}: no source {', '.join(unknown)}; data.sources has {', '.join(names)}")
-    # As decimals: 0.8 is four fifths, as the person who wrote it means.
-    exact = [Fraction(repr(float(weights.get(name, 0.0)))) for name in names]
-    if not any(exact):
-        raise ValueError(f"{key}: no source has a weight above 0")
-    counts = largest_remainder(exact, block)
-    for name, weight, count in zip(names, exact, counts, strict=True):
-        if weight and not count:
-            enough = -(-sum(exact) // min(filter(None, exact)))
-            raise ValueError(
-                f"{key}.{name}: {weights[name]:g} gets no row in a block of {block}; "
-                f"set mixture.block to {enough} or more, or the weight to 0"
-            )
-    return counts

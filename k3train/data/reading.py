@@ -10,7 +10,7 @@ from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
-from k3train.data.mixture import Mixture, derived_seed
+from k3train.data.mixture import Mixture, derived_seed, mixture_of
 from k3train.data.order import RowOrder
 from k3train.data.pack import RowPlan
 
@@ -127,7 +127,7 @@ def reading_of(plans: RowPlan | Mapping[str, RowPlan], config: DataConfig, seed:
     Raises:
       UserError: there is no row in a source.
     """
-    mixture = config.mix(seed)
+    mixture = mixture_of(config, seed)
     if mixture is None:
         plan = plans if isinstance(plans, RowPlan) else plans[""]
         return Reading([plan], [RowOrder(plan.rows, seed, config.max_epochs)])

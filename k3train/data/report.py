@@ -11,6 +11,7 @@ from rich.text import Text
 
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
+from k3train.data.mixture import mixture_of
 from k3train.data.pack import Chunks, RowPlan
 from k3train.data.reading import Reading, reading_of
 from k3train.data.rows import plans_of
@@ -74,7 +75,7 @@ def report(store: Store, out: Console) -> None:
 
 def show_mixture(config: DataConfig, rows: Mapping[str, int], out: Console) -> None:
     """Print how many rows of each source a block has in each phase, and how many there are; nothing of one source."""
-    mixture = config.mix(config.shuffle_seed)
+    mixture = mixture_of(config, config.shuffle_seed)
     if mixture is None:
         return
     starts = [f"from sample {first * mixture.block:,}" for first in mixture.firsts.tolist()]

@@ -12,6 +12,7 @@ from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.config import DataConfig, MixtureConfig
+from k3train.data.mixture import mix, mixture_of
 from k3train.parallel import coordination, distributed
 from k3train.run.agreement import refuse_difference
 from k3train.run.branch import way_to_go_on
@@ -144,11 +145,10 @@ def _samples(parts: Assembly, meta: dict, say: Say) -> int:
 
 def _mixture_goes_on(data: DataConfig, before: dict[str, Any], samples: int) -> bool:
     """Whether the first ``samples`` samples are the same rows of the same sources as under the config ``before``."""
-    now, was = data.mix(0), before.get("mixture")
+    now, was = mixture_of(data, 0), before.get("mixture")
     if now is None or was is None:
         return samples == 0 or (now is None and was is None)
-    mixture = MixtureConfig.model_validate(was)
-    return now.agrees(mixture.mix(list(before["sources"]), data.sequence_length, 0), samples)
+    return now.agrees(mix(MixtureConfig.model_validate(was), before["sources"], data.sequence_length, 0), samples)
 
 
 def _with_weights_of(parts: Assembly, state: State, manager: CheckpointManager, say: Say) -> State:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.batch import Batch, batch_hash
-from k3train.data.config import DataConfig
+from k3train.data.config import DataConfig, MixtureConfig
 from k3train.data.holdout import holdout_batches, holdouts
 from k3train.data.loader import Loader
 from k3train.data.mixture import mix
@@ -107,7 +107,8 @@ def test_rows_are_those_of_the_source_that_the_trace_names(stores, config):
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 20), st.integers(0, 9))
 def test_every_epoch_of_a_source_has_each_row_once(web, code, weight, seed):
-    mixture = mix(["code", "web"], 30, [(0, {"web": weight, "code": 1})], 32, seed)
+    phase = {"tokens": 0, "weights": {"web": weight, "code": 1}}
+    mixture = mix(MixtureConfig.model_validate({"block": 30, "phases": [phase]}), ["code", "web"], 32, seed)
     reading = Reading([], [RowOrder(code, seed), RowOrder(web, seed + 1)], mixture)
     sources, epochs, rows = reading.where(np.arange(600))
     for source, size in enumerate((code, web)):
