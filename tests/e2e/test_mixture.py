@@ -100,5 +100,9 @@ def test_data_commands_show_every_source(whole: Path, capsys: pytest.CaptureFixt
     assert "give --source with one of a, b" in capsys.readouterr().err
     assert main(["data", "ngram", file, "--source", "b"]) == 0
     assert main(["data", "inspect", str(whole / "store-a"), "--rows", "0"]) == 0
+    close = [*PHASES, {"tokens": 390, "weights": {"b": 1.0}}]
+    longer = [f"data.mixture.phases={json.dumps(close)}", "--sequence-length", "64"]
+    assert main(["data", "inspect", file, *longer]) == ExitCode.USAGE
+    assert "phase 2 (tokens: 390) does not begin" in capsys.readouterr().err
     assert main(["data", "prepare", file, "data.mixture.block=1"]) == ExitCode.CONFIG
     assert "gets no row in a block of 1; set mixture.block to 4 or more" in capsys.readouterr().err
