@@ -63,10 +63,11 @@ class Experiment(Section):
         tokenizer = data.tokenizer
         if tokenizer.path is not None:
             tokenizer = tokenizer.model_copy(update={"path": absolute(tokenizer.path)})
+        stores = data.with_stores(absolute)
         return self.model_copy(
             update={
                 "run": run.model_copy(update=updates),
-                "data": data.model_copy(update={"store": absolute(data.store), "tokenizer": tokenizer}),
+                "data": stores.model_copy(update={"tokenizer": tokenizer}),
             }
         )
 

@@ -9,7 +9,7 @@ from k3train.config.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from k3train.data.config import DataConfig
-    from k3train.data.store import Store
+    from k3train.data.stores import Stores
     from k3train.data.tokenizer import Tokenizer
 
 _MOST = 2**62  # sample and row numbers are counted in 64 bits
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--most-bytes", type=int, default=1 << 30, metavar="B", help="text to learn from (default 1 GiB)"
     )
+    for action in (ngram, dedup, train):
+        action.add_argument("--source", metavar="NAME", help="which of data.sources, where there are several")
     text = "list the named corpora"
     actions.add_parser("corpora", help=text, description=text)
 
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         case "train-tokenizer":
             from k3train.data.train_tokenizer import train_tokenizer
 
-            train_tokenizer(_data_config(args), args.vocab_size, args.out, args.most_bytes)
+            train_tokenizer(_one_source(args), args.vocab_size, args.out, args.most_bytes)
         case _:
             _corpora()
     return 0
@@ -93,17 +95,46 @@ def _data_config(args: argparse.Namespace) -> "DataConfig":
     return load(args.config, args.overrides, Experiment).experiment.data
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    from k3train.data.prepare import prepare
-    from k3train.data.progress import ReadingBar
-    from k3train.data.report import console, report
-    from k3train.data.rows import plan_rows
+def _one_source(args: argparse.Namespace) -> "DataConfig":
+    """The data section of one source: the only one, or the one of several that ``--source`` names.
 
-    config = _data_config(args)
-    with ReadingBar() as bar:
-        store = prepare(config, replace=args.replace, say=bar.say, progress=bar.update)
-    report(store, console())
-    console().print(plan_rows(store, config.packing, config.sequence_length, console().print).summary)
+    Raises:
+      UserError: exit 2, the option is missing, or names none of them.
+    """
+    singles = _data_config(args).singles()
+    name = args.source or ""
+    if name not in singles:
+        if "" in singles:
+            raise UserError(f"--source {name}: the experiment has one source, without a name", ExitCode.USAGE)
+        raise UserError(
+            f"data.sources names several, and {args.action} takes one: give --source with one of {', '.join(singles)}",
+            ExitCode.USAGE,
+        )
+    return singles[name]
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from k3train.data.prepare import naming, prepare
+    from k3train.data.progress import ReadingBar
+    from k3train.data.report import console, report, show_mixture
+    from k3train.data.rows import plan_rows
+    from k3train.data.store import open_store
+
+    config, rows, out = _data_config(args), {}, console()
+    for name, single in config.singles().items():
+        with naming(name):
+            if name and single.source is None:
+                store = open_store(single.place)
+            else:
+                with ReadingBar() as bar:
+                    store = prepare(single, replace=args.replace, say=bar.say, progress=bar.update)
+            if name:
+                out.rule(name)
+            report(store, out)
+            plan = plan_rows(store, config.packing, config.sequence_length, out.print)
+            out.print(plan.summary)
+            rows[name] = plan.rows
+    show_mixture(config, rows, out)
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -116,22 +147,43 @@ def _inspect(args: argparse.Namespace) -> None:
     ):
         if value is not None and not least <= value < _MOST:
             raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
-    store, tokenizer, config = _open(args)
+    stores, tokenizer, config = _open(args)
     out = console()
-    if args.verify:
-        store.verify()
-        out.print("every checksum agrees")
-    report(store, out)
-    length = args.sequence_length or (config.sequence_length if config else 512)
+    for name, store in stores.by_name.items():
+        if name:
+            out.rule(name)
+        if args.verify:
+            store.verify()
+            out.print("every checksum agrees")
+        report(store, out)
+    if args.sequence_length:
+        config = config.model_copy(update={"sequence_length": args.sequence_length})
+        _refuse_mixture(config)
     if args.rows:
-        packing = config.packing if config else "concat"
-        show_rows(store, tokenizer, out, length, packing, rows=args.rows, sample=args.sample, holdout=args.holdout)
+        show_rows(stores, tokenizer, out, config, rows=args.rows, sample=args.sample, holdout=args.holdout)
+
+
+def _refuse_mixture(config: "DataConfig") -> None:
+    """Raise UserError (exit 2) where the mixture does not go with another length of rows."""
+    from k3train.data.mixture import mixture_of
+
+    try:
+        mixture_of(config, config.shuffle_seed)
+    except ValueError as error:
+        raise UserError(f"--sequence-length {config.sequence_length}: {error}", ExitCode.USAGE) from None
 
 
 def _ngram(args: argparse.Namespace) -> None:
     from k3train.data.ngram import evaluate_ngram
+    from k3train.data.prepare import ensure_store
+    from k3train.data.tokenizer import load_tokenizer
 
-    store, tokenizer, _ = _open(args, prepare=True)
+    if Path(args.config).is_dir():
+        stores, tokenizer, _ = _open(args)
+        store = stores.only
+    else:
+        config = _one_source(args)
+        store, tokenizer = ensure_store(config), load_tokenizer(config.tokenizer)
     if tokenizer is None:
         raise UserError(
             f"{store.path}: a store of tokenizer {store.header.tokenizer.kind} needs the experiment file here"
@@ -148,30 +200,35 @@ def _dedup(args: argparse.Namespace) -> None:
     from k3train.data.progress import ReadingBar
 
     with ReadingBar() as bar:
-        found = dedup(_data_config(args), args.out, threshold=args.threshold, say=bar.say, progress=bar.update)
+        found = dedup(_one_source(args), args.out, threshold=args.threshold, say=bar.say, progress=bar.update)
     share = found.duplicate_bytes / max(found.source_bytes, 1)
+    key = f"data.sources.{args.source}.source.duplicates" if args.source else "data.source.duplicates"
     print(
         f"{args.out}: {found.exact:,} exact and {found.near:,} near duplicates among {found.documents:,} documents "
-        f"({share:.2%} of their bytes); name it as data.source.duplicates"
+        f"({share:.2%} of their bytes); name it as {key}"
     )
 
 
-def _open(args: argparse.Namespace, prepare: bool = False) -> "tuple[Store, Tokenizer | None, DataConfig | None]":
-    """The store of a folder or an experiment; no tokenizer where only a folder is given and it was not bytes."""
-    from k3train.data.prepare import ensure_store
+def _open(args: argparse.Namespace) -> "tuple[Stores, Tokenizer | None, DataConfig]":
+    """The stores of a folder or an experiment; no tokenizer where only a folder is given and it was not bytes."""
+    from k3train.data.config import DataConfig
+    from k3train.data.prepare import naming
     from k3train.data.store import open_store
+    from k3train.data.stores import Stores
     from k3train.data.tokenizer import ByteTokenizer, load_tokenizer
 
     if Path(args.config).is_dir():
         if args.overrides:
             raise UserError(f"{args.config} is a store folder, which takes no overrides ({' '.join(args.overrides)})")
         store = open_store(args.config)
-        return store, ByteTokenizer() if store.header.tokenizer.kind == "bytes" else None, None
-    config = _data_config(args)
+        config = DataConfig(store=args.config, sequence_length=512, shuffle_seed=store.header.shuffle_seed)
+        return Stores({"": store}), ByteTokenizer() if store.header.tokenizer.kind == "bytes" else None, config
+    config, stores = _data_config(args), {}
     tokenizer = load_tokenizer(config.tokenizer)
-    if prepare:
-        return ensure_store(config), tokenizer, config
-    return open_store(config.store, tokenizer=tokenizer), tokenizer, config
+    for name, single in config.singles().items():
+        with naming(name):
+            stores[name] = open_store(single.place, tokenizer=tokenizer)
+    return Stores(stores), tokenizer, config
 
 
 def _corpora() -> None:

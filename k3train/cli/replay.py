@@ -164,10 +164,10 @@ def _rows_table(result: "Replay") -> "Table":
     from rich.table import Table
 
     table = Table(title=f"what step {result.steps[-1].step} read")
-    for title in ("sample", "epoch", "row", "documents", "from"):
-        table.add_column(title, justify="left" if title in ("documents", "from") else "right")
+    named = any(row.source for row in result.rows)
+    for title in ("sample", *(["source"] if named else []), "epoch", "row", "documents", "from"):
+        table.add_column(title, justify="left" if title in ("source", "documents", "from") else "right")
     for row in result.rows:
-        table.add_row(
-            str(row.sample), str(row.epoch), str(row.row), ", ".join(map(str, row.documents)), ", ".join(row.origins)
-        )
+        where = [str(row.sample), *([row.source] if named else []), str(row.epoch), str(row.row)]
+        table.add_row(*where, ", ".join(map(str, row.documents)), ", ".join(row.origins))
     return table

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from k3train.config.drift import classes
-from k3train.config.schema import section_of
+from k3train.config.schema import element_of, section_of
 from k3train.config.section import Drift, Section
 from k3train.config.show import literal
 
@@ -48,19 +48,24 @@ def _sections(schema: type[Section], prefix: str = "", optional: bool = False) -
         yield prefix, schema, optional
     for name, field in schema.model_fields.items():
         inner = section_of(field.annotation)
+        key = f"{prefix}.{name}" if prefix else name
         if inner is not None:
             nullable = types.NoneType in typing.get_args(field.annotation)
-            yield from _sections(inner, f"{prefix}.{name}" if prefix else name, nullable)
+            yield from _sections(inner, key, nullable)
+        elif element := element_of(field.annotation):
+            yield f"{key}.{element[1]}", element[0], False
 
 
 def _rows(section: type[Section], prefix: str, known: dict[str, Drift]) -> list[tuple[str, ...]]:
     properties = section.model_json_schema()["properties"]
+    element = prefix not in known
+    of_all = known[prefix.rpartition(".")[0]] if element else None  # the keys of an element change as the whole does
     rows = []
     for name, field in section.model_fields.items():
-        if section_of(field.annotation) is None:
+        if element or section_of(field.annotation) is None:
             default = "required" if field.is_required() else f"`{literal(field.default)}`"
             key, meaning = f"{prefix}.{name}", _tidy(field.description or "")
-            rows.append((f"`{key}`", _type(properties[name]), default, meaning, known[key]))
+            rows.append((f"`{key}`", _type(properties[name]), default, meaning, of_all or known[key]))
     return rows
 
 
@@ -71,6 +76,10 @@ def _type(schema: dict[str, Any]) -> str:
             return " or ".join(f"`{value}`" for value in values)
         case {"anyOf": choices}:
             return " or ".join(dict.fromkeys(map(_type, choices)))
+        case {"$ref": _}:
+            return "section"
+        case {"type": "object", "additionalProperties": values}:
+            return f"map of names to a {_type(values)}"
         case {"type": "array", "items": items}:
             return f"list of {_type(items)}s"
         case {"type": "string", "pattern": _}:

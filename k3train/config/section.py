@@ -33,6 +33,7 @@ def _path(text: str) -> str:
 Positive = Annotated[int, Field(gt=0, le=_LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=_LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 # A positive whole number that may be written with a suffix: 2.0B, 256Ki.
 Count = Annotated[
@@ -42,6 +43,13 @@ Count = Annotated[
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": COUNT_PATTERN}]}
     ),
+]
+# The same, or 0.
+NonNegativeCount = Annotated[
+    int,
+    Field(ge=0, le=_LARGEST),
+    BeforeValidator(parse_count),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": COUNT_PATTERN}]}),
 ]
 # YAML has lists only; strict mode would refuse a list where a tuple is declared.
 Ints = Annotated[tuple[int, ...], Field(strict=False)]

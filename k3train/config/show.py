@@ -32,7 +32,7 @@ def literal(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(map(literal, value)) + "]"
         case dict():
-            return "{}"
+            return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
         case str():
             return value if _plain(value) else json.dumps(value, ensure_ascii=False)
         case _:

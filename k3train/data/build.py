@@ -55,7 +55,7 @@ def build(
       UserError: see ``prepare.prepare``.
     """
     assert config.source is not None  # prepare sees to it
-    folder = Path(config.store)
+    folder = Path(config.place)
     origin = describe_source(config.source, say)
     pieces = cut(origin.files, piece_bytes)
     digest, dropped = "", {}

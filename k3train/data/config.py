@@ -1,10 +1,28 @@
 """The data section: where tokens come from and how rows are cut. Imports no JAX."""
 
-from typing import Literal
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from k3train.config.section import Branch, Count, Fraction, Free, NonNegative, PathText, Positive, Section, Strings
+from k3train.config.section import (
+    Branch,
+    Count,
+    Fraction,
+    Free,
+    NonNegative,
+    NonNegativeCount,
+    NonNegativeFloat,
+    PathText,
+    Positive,
+    Section,
+    Strings,
+)
+from k3train.data.shares import Blocks, blocks
+
+_SOURCE_NAME = "[A-Za-z][A-Za-z0-9_-]*"
 
 
 class TokenizerConfig(Section, drift="frozen"):
@@ -69,16 +87,56 @@ class SourceConfig(Section, drift="free"):
         return self
 
 
-class DataConfig(Section, drift="frozen"):
-    """One token store, cut into rows of ``sequence_length`` tokens."""
+class NamedSource(Section, drift="free"):
+    """One of several sources: a token store of its own."""
 
-    store: Free[PathText]
+    store: PathText
+    """Folder of the prepared tokens; ``train`` makes it from ``source`` where it is absent."""
+    source: SourceConfig | None = None
+    """As ``data.source``."""
+    max_epochs: Positive | None = None
+    """End with exit 20 when the source has been read so often; none reads on."""
+
+
+class PhaseConfig(Section, drift="branch"):
+    """Weights from some point of the run on."""
+
+    tokens: NonNegativeCount
+    """Nominal tokens (rows x length) of the run at which the phase begins, at the next border of a block."""
+    weights: dict[str, NonNegativeFloat]
+    """Share of rows by source, in proportion; a source that is not named has 0."""
+
+
+class MixtureConfig(Section, drift="branch"):
+    """How rows of several sources are mixed."""
+
+    block: Positive = 1000
+    """Rows of a block, in each of which every source has the same number of rows throughout a phase."""
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)]
+    """Weights and where they begin to hold; the first at tokens: 0."""
+
+    def blocks(self, names: Iterable[str], sequence_length: int) -> Blocks:
+        """What the blocks hold of the named sources.
+
+        Raises:
+          ValueError: see ``data/shares.py``.
+        """
+        return blocks(names, self.block, [(phase.tokens, phase.weights) for phase in self.phases], sequence_length)
+
+
+class DataConfig(Section, drift="frozen"):
+    """A token store, or a mixture of several, cut into rows of ``sequence_length`` tokens."""
+
+    store: Free[PathText | None] = None
     """Folder of the prepared tokens; ``train`` makes it from ``source`` where it is absent."""
     sequence_length: Branch[Positive]
     """Tokens in a row."""
     packing: Branch[Literal["concat", "best_fit"]] = "concat"
     """Rows cut from one stream of documents, or filled with whole documents and padding (best-fit decreasing)."""
     source: SourceConfig | None = None
+    sources: Free[dict[str, NamedSource] | None] = None
+    """Several sources by name, in place of ``store`` and ``source``; ``mixture`` says how they are mixed."""
+    mixture: MixtureConfig | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     holdout: Fraction = 0.01
     """Share of documents, chosen by hash of their text, that are never trained on."""
@@ -92,3 +150,69 @@ class DataConfig(Section, drift="frozen"):
     """End with exit 20 when the data has been read so often; none reads on."""
     prefetch: Free[Positive] = 4
     """Batches read ahead of the step."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "DataConfig":
+        if self.sources is None:
+            if self.store is None:
+                raise ValueError("data.store: required, or data.sources with data.mixture")
+            if self.mixture is not None:
+                raise ValueError("data.mixture mixes data.sources, and there are none; give them, or leave it out")
+            return self
+        for key in ("store", "source", "max_epochs"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"data.{key} is for one source, and data.sources names several; set data.{key}: null")
+        if self.mixture is None:
+            raise ValueError("data.mixture: required with data.sources; give block and phases with weights")
+        for name in self.sources:
+            if not re.fullmatch(_SOURCE_NAME, name):
+                raise ValueError(f"data.sources: {name!r} is no name; use letters, digits, _ and -, a letter first")
+        places = [os.path.normpath(source.store) for source in self.sources.values()]
+        if len(set(places)) < len(places):
+            raise ValueError("data.sources: two sources have one store; give each a folder of its own")
+        self.mixture.blocks(self.sources, self.sequence_length)
+        return self
+
+    @property
+    def place(self) -> str:
+        """The store's folder, of a section with one source (``singles``)."""
+        assert self.store is not None, "a section of several sources; see DataConfig.singles"
+        return self.store
+
+    def with_stores(self, place: Callable[[str], str]) -> "DataConfig":
+        """The same with the folder of each store as ``place`` says."""
+        if self.sources is None:
+            return self.model_copy(update={"store": place(self.place)})
+        moved = {name: s.model_copy(update={"store": place(s.store)}) for name, s in self.sources.items()}
+        return self.model_copy(update={"sources": moved})
+
+    def without_sources(self) -> "DataConfig":
+        """The same without the text that the stores are made from: they are taken as they are."""
+        if self.sources is None:
+            return self.model_copy(update={"source": None})
+        bare = {name: s.model_copy(update={"source": None}) for name, s in self.sources.items()}
+        return self.model_copy(update={"sources": bare})
+
+    def without_limits(self) -> "DataConfig":
+        """The same without ``max_epochs``."""
+        if self.sources is None:
+            return self.model_copy(update={"max_epochs": None})
+        endless = {name: s.model_copy(update={"max_epochs": None}) for name, s in self.sources.items()}
+        return self.model_copy(update={"sources": endless})
+
+    def singles(self) -> "dict[str, DataConfig]":
+        """A section for each source by name, sorted; the section itself, under an empty name, where there is one."""
+        if self.sources is None:
+            return {"": self}
+        return {
+            name: self.model_copy(
+                update={
+                    "sources": None,
+                    "mixture": None,
+                    "store": source.store,
+                    "source": source.source,
+                    "max_epochs": source.max_epochs,
+                }
+            )
+            for name, source in sorted(self.sources.items())
+        }

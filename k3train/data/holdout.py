@@ -10,6 +10,7 @@ every document is a target; without it, the first token of a document is neither
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from k3train.config.errors import UserError
 from k3train.data.batch import Batch
 from k3train.data.pack import Chunks
 from k3train.data.store import Store
+from k3train.data.stores import Stores
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """Batches over the held-out side, and what they score in all (over all processes)."""
+    """Batches over the held-out side of one store, and what they score in all (over all processes)."""
 
     store: Store
     sequence_length: int
@@ -48,6 +50,47 @@ class Holdout:
             # Rows past the limit are pushed past the end of the split, where rows are padding.
             rows = np.where(rows < self.rows, rows, self.store.holdout.tokens + rows)
             yield plan.cut(rows)
+
+
+@dataclass(frozen=True)
+class Holdouts:
+    """Batches over the held-out sides of all sources, one after the other; each begins a batch of its own."""
+
+    parts: tuple[Holdout, ...]
+
+    @property
+    def supervised(self) -> int:
+        """Targets scored."""
+        return sum(part.supervised for part in self.parts)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of text that they stand for."""
+        return sum(part.source_bytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain.from_iterable(self.parts)
+
+
+def holdouts(
+    stores: Stores, sequence_length: int, batch: int, max_rows: int | None = None, *, part: int = 0, parts: int = 1
+) -> Holdouts:
+    """Held-out documents of all sources by name; sources that hold out none are passed over.
+
+    Args:
+      max_rows: read only the first so many rows of each source.
+
+    Raises:
+      UserError: no source holds out anything; otherwise like :func:`holdout_batches`.
+    """
+    some = [store for store in stores.by_name.values() if store.holdout.tokens > 1]
+    chosen = some or list(stores.by_name.values())[:1]
+    return Holdouts(
+        tuple(holdout_batches(store, sequence_length, batch, max_rows, part=part, parts=parts) for store in chosen)
+    )
 
 
 def holdout_batches(

@@ -80,7 +80,7 @@ def index(config: DataConfig, tokenizer: Tokenizer, progress: Callable[[Progress
     placed = _place(opened, held)
     if not (~placed.is_held).any():
         raise UserError(f"data.source: no documents are left to train on ({len(placed.file)} are held out)")
-    with written_whole(Path(config.store)) as partial:
+    with written_whole(Path(config.place)) as partial:
         counts, entries = {}, []
         for side, chosen in ((TRAIN, ~placed.is_held), (HOLDOUT, placed.is_held)):
             part = _Placed(*(column[chosen] for column in placed))

@@ -1,6 +1,7 @@
 """The token store that a config names: made where it is absent, checked where it is there. Imports no JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from k3train.config.errors import UserError
@@ -10,6 +11,7 @@ from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclus
 from k3train.data.in_place import index
 from k3train.data.match import difference
 from k3train.data.store import HEADER, Store, open_store
+from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.data.writer import SHARD_TOKENS
 
@@ -44,7 +46,7 @@ def prepare(
       UserError: bad input under ``on_bad_record: error`` or too much of it, nothing to train on, a store made
         otherwise, no disk space.
     """
-    folder = Path(config.store)
+    folder = Path(config.place)
     if config.source is None:
         raise UserError("data.source: nothing to prepare from; name a corpus or files, or an existing data.store")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -69,6 +71,13 @@ def prepare(
 
 
 def ensure_store(
+    config: DataConfig, *, say: Say = print, progress: Callable[[Progress], None] = lambda _: None
+) -> Store:
+    """The store of a config of one source; see :func:`ensure_stores`."""
+    return ensure_stores(config, say=say, progress=progress).only
+
+
+def ensure_stores(
     config: DataConfig,
     *,
     is_leader: bool = True,
@@ -76,31 +85,50 @@ def ensure_store(
     vocab_size: int | None = None,
     say: Say = print,
     progress: Callable[[Progress], None] = lambda _: None,
-) -> Store:
-    """The store of the config, prepared from its source where it is absent.
+) -> Stores:
+    """The stores of the config, each prepared from its source where it is absent.
 
     Of several processes the leader prepares and the others wait at ``barrier``, which every process reaches exactly
     once, a failing leader too.
 
     Raises:
-      UserError: see ``prepare`` and ``open_store``; the store was made from something else than the config says; it
+      UserError: see ``prepare`` and ``open_store``; a store was made from something else than the config says; it
         holds ids that a model of ``vocab_size`` does not know; its files are not as they were written.
     """
+    singles = config.singles()
     try:
-        if is_leader and config.source is not None:
-            prepare(config, say=say, progress=progress)
+        for name, single in singles.items():
+            if is_leader and single.source is not None:
+                with naming(name):
+                    prepare(single, say=say, progress=progress)
     finally:
         barrier()
     tokenizer = load_tokenizer(config.tokenizer)
-    store = open_store(config.store, vocab_size=vocab_size, tokenizer=tokenizer)
-    difference(store, config, tokenizer, with_files=False)
-    left_out = store.verify(VERIFIED)
-    if left_out and is_leader:
-        say(
-            f"{store.path}: {left_out / 2**30:.1f} GiB of tokens were not compared with their checksums; "
-            "k3train data inspect --verify does it"
-        )
-    return store
+    stores: dict[str, Store] = {}
+    left_out: dict[str, int] = {}
+    for name, single in singles.items():
+        with naming(name):
+            stores[name] = open_store(single.place, vocab_size=vocab_size, tokenizer=tokenizer)
+            difference(stores[name], single, tokenizer, with_files=False)
+            left_out[name] = stores[name].verify(VERIFIED // len(singles))
+    for name, count in left_out.items():
+        if count and is_leader:
+            say(
+                f"{stores[name].path}: {count / 2**30:.1f} GiB of tokens were not compared with their checksums; "
+                "k3train data inspect --verify does it"
+            )
+    return Stores(stores)
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Begins the messages of user errors with the source they concern, where it has a name."""
+    try:
+        yield
+    except UserError as error:
+        if not source:
+            raise
+        raise UserError(f"data.sources.{source}: {error}", error.exit_code) from error
 
 
 def _matching(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> Store:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 from rich.console import Console
@@ -9,10 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from k3train.data.batch import Batch
-from k3train.data.order import RowOrder
-from k3train.data.pack import Chunks
-from k3train.data.rows import Packing, plan_rows
-from k3train.data.store import SKIPS, Split, Store
+from k3train.data.config import DataConfig
+from k3train.data.mixture import mixture_of
+from k3train.data.pack import Chunks, RowPlan
+from k3train.data.reading import Reading, reading_of
+from k3train.data.rows import plans_of
+from k3train.data.store import SKIPS, Store
+from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue")
@@ -69,40 +73,89 @@ def report(store: Store, out: Console) -> None:
         out.print("nothing is held out: an evaluation has no text; raise data.holdout")
 
 
+def show_mixture(config: DataConfig, rows: Mapping[str, int], out: Console) -> None:
+    """Print how many rows of each source a block has in each phase, and how many there are; nothing of one source."""
+    mixture = mixture_of(config, config.shuffle_seed)
+    if mixture is None:
+        return
+    starts = [f"from sample {first * mixture.block:,}" for first in mixture.firsts.tolist()]
+    table = Table("source", "rows", *starts, box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, counts in zip(mixture.names, mixture.counts.T.tolist(), strict=True):
+        table.add_row(name, f"{rows[name]:,}", *(f"{count:,}" for count in counts))
+    out.print(f"each block of {mixture.block:,} samples has so many rows of each source:")
+    out.print(table)
+
+
+def usage_table(reading: Reading, samples: int) -> Table:
+    """How often ``samples`` samples read each source, and where one is used up before them."""
+    end = reading.samples
+    note = None if end is None or end >= samples else f"the data is used up after {end:,} of {samples:,} samples"
+    table = Table("source", "rows", "rows read", "epochs", "max_epochs", title="sources at the end", caption=note)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for use in reading.usage(samples):
+        most = "none" if use.max_epochs is None else str(use.max_epochs)
+        table.add_row(use.name, f"{use.rows:,}", f"{use.read:,}", f"{use.epochs:.2f}", most)
+    return table
+
+
 def show_rows(
-    store: Store,
+    stores: Stores,
     tokenizer: Tokenizer | None,
     out: Console,
-    sequence_length: int,
-    packing: Packing,
+    config: DataConfig,
     *,
     rows: int,
     sample: int,
     holdout: bool,
 ) -> None:
-    """Print rows: of training from global sample ``sample`` on, or held-out rows in their order.
+    """Print rows: of training from global sample ``sample`` on, or held-out rows in their order, source by source.
 
     Without a tokenizer ids are printed instead of text.
+
+    Args:
+      config: packing, length of rows, seed, and the mixture of several sources; epochs are not limited.
     """
-    split = store.holdout if holdout else store.train
     if holdout:
-        plan = Chunks(split, sequence_length, store.pad_id)
-        total = -(-max(split.tokens - 1, 0) // sequence_length)
-        places = [(f"held-out row {row}", row) for row in range(sample, min(sample + rows, total))]
+        places = _held_out_rows(stores, config.sequence_length, sample, sample + rows)
     else:
-        plan = plan_rows(store, packing, sequence_length, out.print)
-        total = plan.rows
-        epochs, numbers = RowOrder(total, store.header.shuffle_seed).row_of(np.arange(sample, sample + rows))
-        names = (f"sample {sample + i} (epoch {epochs[i]}, row {numbers[i]} of {total})" for i in range(rows))
-        places = list(zip(names, numbers.tolist(), strict=True))
-        out.print(plan.summary)
-    for name, row in places:
+        plans = plans_of(stores, config.packing, config.sequence_length, out.print)
+        reading = reading_of(plans, config.without_limits(), config.shuffle_seed)
+        numbers = np.arange(sample, sample + rows)
+        found = zip(numbers.tolist(), *(part.tolist() for part in reading.where(numbers)), strict=True)
+        places = [
+            (f"sample {number} ({_of(name := reading.names[source])}epoch {epoch}, row {row} of {plans[name].rows})",
+             name, plans[name], row)
+            for number, source, epoch, row in found
+        ]  # fmt: skip
+        for name, plan in plans.items():
+            out.print(f"{name}: {plan.summary}" if name else plan.summary)
+        show_mixture(config, {name: plan.rows for name, plan in plans.items()}, out)
+    for title, name, plan, row in places:
         batch = plan.cut(np.array([row]))
-        out.rule(_title(name, batch, split))
-        out.print(_row_text(batch, store, tokenizer), soft_wrap=True)
+        out.rule(_title(title, batch))
+        out.print(_row_text(batch, stores.by_name[name], tokenizer), soft_wrap=True)
 
 
-def _title(name: str, batch: Batch, split: Split) -> str:
+def _of(source: str) -> str:
+    return f"{source}, " if source else ""
+
+
+def _held_out_rows(stores: Stores, sequence_length: int, first: int, stop: int) -> list[tuple[str, str, RowPlan, int]]:
+    """(title, source, plan, row) of held-out rows [first, stop), counted through the sources."""
+    places, before = [], 0
+    for name, store in stores.by_name.items():
+        plan = Chunks(store.holdout, sequence_length, store.pad_id)
+        total = -(-max(store.holdout.tokens - 1, 0) // sequence_length)
+        for row in range(max(first - before, 0), min(stop - before, total)):
+            places.append((f"held-out row {row}{f' of {name}' if name else ''}", name, plan, row))
+        before += total
+    return places
+
+
+def _title(name: str, batch: Batch) -> str:
     padding = int((batch.segment_ids == 0).sum())
     parts = [name, f"{int(batch.segment_ids.max())} document(s)", f"{int(batch.loss_mask.sum())} targets"]
     return ", ".join([*parts, f"{padding} padding"] if padding else parts)

@@ -6,6 +6,7 @@ from typing import Literal
 from k3train.data.best_fit import BestFit
 from k3train.data.pack import Chunks, RowPlan
 from k3train.data.store import Store
+from k3train.data.stores import Stores
 
 Packing = Literal["concat", "best_fit"]
 
@@ -29,3 +30,10 @@ def plan_rows(
             return Chunks(store.train, sequence_length, store.pad_id)
         case "best_fit":
             return BestFit(store.train, sequence_length, store.pad_id, say)
+
+
+def plans_of(
+    stores: Stores, packing: Packing, sequence_length: int, say: Callable[[str], object] = lambda _: None
+) -> dict[str, RowPlan]:
+    """Rows of each source by name; otherwise like :func:`plan_rows`."""
+    return {name: plan_rows(store, packing, sequence_length, say) for name, store in stores.by_name.items()}

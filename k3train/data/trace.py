@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from k3train.data.order import RowOrder
-from k3train.data.pack import RowPlan
+from k3train.data.reading import Reading
 
 
 class RowTrace(NamedTuple):
@@ -20,13 +19,15 @@ class RowTrace(NamedTuple):
     """Numbers of its documents in the store, in the row's order; the first may have begun in the row before."""
     origins: tuple[str, ...]
     """``file:line`` of each, where the store knows it; else empty."""
+    source: str = ""
+    """Name of its source, where there are several."""
 
 
 class Trace:
-    """Looks samples up in a row plan, as the loader reads them."""
+    """Looks samples up in the rows of a run, as the loader reads them."""
 
-    def __init__(self, plan: RowPlan, order: RowOrder):
-        self.plan, self.order = plan, order
+    def __init__(self, reading: Reading):
+        self.reading = reading
 
     def rows(self, first: int, stop: int) -> list[RowTrace]:
         """The rows of samples [first, stop).
@@ -35,11 +36,12 @@ class Trace:
           UserError: exit 20, a sample lies past ``max_epochs``.
         """
         samples = np.arange(first, stop, dtype=np.int64)
-        epochs, rows = self.order.row_of(samples)
-        places = zip(samples.tolist(), epochs.tolist(), rows.tolist(), strict=True)
-        return [self._trace(sample, epoch, row) for sample, epoch, row in places]
+        places = zip(samples.tolist(), *(found.tolist() for found in self.reading.where(samples)), strict=True)
+        return [self._trace(sample, source, epoch, row) for sample, source, epoch, row in places]
 
-    def _trace(self, sample: int, epoch: int, row: int) -> RowTrace:
-        documents = self.plan.documents(row)
-        origins = [self.plan.split.origin(number) for number in documents]
-        return RowTrace(sample, epoch, row, documents, tuple(f"{o.file}:{o.line}" for o in origins if o is not None))
+    def _trace(self, sample: int, source: int, epoch: int, row: int) -> RowTrace:
+        plan = self.reading.plans[source]
+        documents = plan.documents(row)
+        origins = (plan.split.origin(number) for number in documents)
+        known = tuple(f"{o.file}:{o.line}" for o in origins if o is not None)
+        return RowTrace(sample, epoch, row, documents, known, self.reading.names[source])

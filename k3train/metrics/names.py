@@ -88,7 +88,7 @@ METRICS = (
     Metric("perf/hbm_peak_gib", "GiB", "largest local device", "peak device memory; null where not reported"),
     Metric("perf/host_rss_gib", "GiB", "this process", "resident host memory"),
     Metric("data/batch_hash", "hex", "ids and documents of the global batch", "equal on any mesh and after any resume"),
-    Metric("data/epoch", "", "", "passes over the training rows so far"),
+    Metric("data/epoch", "", "", "passes over the training rows so far, those of all sources together"),
     Metric("data/pad_frac", "", "mean over the global batch", "share of padding among the tokens"),
     Metric("data/docs_per_row", "", "mean over the global batch", "documents in a row"),
 )

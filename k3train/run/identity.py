@@ -22,6 +22,11 @@ TOKENIZER_KEY = "data.tokenizer.fingerprint"
 _WIDTH = 60  # characters of a value in a message
 
 
+def store_key(source: str) -> str:
+    """``STORE_KEY`` of a source; of one without a name it is the bare key."""
+    return f"{STORE_KEY}.{source}" if source else STORE_KEY
+
+
 class Parent(NamedTuple):
     """The run whose state another one began with.
 

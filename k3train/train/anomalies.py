@@ -18,8 +18,8 @@ class AnomalyLog:
     """Writes bad steps down; process 0 only.
 
     A line holds step, samples, tokens, time, attempt; ``kind`` (nonfinite or spike), ``action`` (skipped or applied),
-    ``first_sample``; the step's train/, guard/ and data/ metrics; and ``rows``: sample, epoch, row and the documents'
-    numbers in the store, for every row of the global batch.
+    ``first_sample``; the step's train/, guard/ and data/ metrics; and ``rows``: sample, epoch, row, source and the
+    documents' numbers in its store, for every row of the global batch.
 
     Args:
       folder: the run's.

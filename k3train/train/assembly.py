@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from k3train.config.errors import UserError
-from k3train.data.prepare import ensure_store
-from k3train.data.store import Store
+from k3train.data.prepare import ensure_stores
+from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.experiment import Experiment
 from k3train.kernels.resolve import Place, resolve
@@ -120,8 +120,8 @@ def decoder_of(exp: Experiment, moonep: Options) -> Decoder:
     return Decoder(exp.model, exp.kernels, remat=exp.train.remat, balance_bins=bins, moonep=moonep)
 
 
-def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
-    """The run's token store, prepared by process 0 where it is absent; a progress bar shows the preparation."""
+def open_data(exp: Experiment, say: Callable[[str], None]) -> Stores:
+    """The run's token stores, prepared by process 0 where they are absent; a progress bar shows the preparation."""
     from k3train.data.progress import ReadingBar
 
     def wait() -> None:
@@ -129,6 +129,6 @@ def open_data(exp: Experiment, say: Callable[[str], None]) -> Store:
 
     leader = distributed.process_index() == 0
     with ReadingBar() as bar:
-        return ensure_store(
+        return ensure_stores(
             exp.data, is_leader=leader, barrier=wait, vocab_size=exp.model.vocab_size, say=say, progress=bar.update
         )

@@ -11,6 +11,8 @@ from k3train.checkpoint.state_hash import combined, state_hash
 from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.data.config import DataConfig, MixtureConfig
+from k3train.data.mixture import mix, mixture_of
 from k3train.parallel import coordination, distributed
 from k3train.run.agreement import refuse_difference
 from k3train.run.branch import way_to_go_on
@@ -132,7 +134,21 @@ def _samples(parts: Assembly, meta: dict, say: Say) -> int:
         say(f"rows are {now} tokens long, no longer {was}: text of the present epoch may be read twice, or not at all")
     if (packing := before.get("packing", "concat")) != data.packing:
         say(f"rows are packed by {data.packing}, no longer {packing}: text of the present epoch may be read twice")
-    return meta["samples"] * was // now
+    samples = meta["samples"] * was // now
+    if was == now and not _mixture_goes_on(data, before, samples):
+        say(
+            "up to here the mixture is not what it was: rows of the sources' present epochs may be read twice, or not "
+            "at all. Where its phases stay and one is added, every source goes on where it was"
+        )
+    return samples
+
+
+def _mixture_goes_on(data: DataConfig, before: dict[str, Any], samples: int) -> bool:
+    """Whether the first ``samples`` samples are the same rows of the same sources as under the config ``before``."""
+    now, was = mixture_of(data, 0), before.get("mixture")
+    if now is None or was is None:
+        return samples == 0 or (now is None and was is None)
+    return now.agrees(mix(MixtureConfig.model_validate(was), before["sources"], data.sequence_length, 0), samples)
 
 
 def _with_weights_of(parts: Assembly, state: State, manager: CheckpointManager, say: Say) -> State:

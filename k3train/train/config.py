@@ -42,7 +42,7 @@ class EvalConfig(Section, drift="free"):
     every: NonNegative = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     max_rows: Positive | None = None
-    """Held-out rows read at most; none reads all."""
+    """Held-out rows read at most, of each source; none reads all."""
 
 
 class SampleConfig(Section, drift="free"):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from k3train.data.batch import Batch
-from k3train.data.holdout import holdout_batches
-from k3train.data.store import Store
+from k3train.data.holdout import holdouts
+from k3train.data.stores import Stores
 from k3train.models.param import compute_copy
 from k3train.parallel.axes import batch_sharding, replicated
 from k3train.train.assembly import Assembly
@@ -31,14 +31,14 @@ class Score(NamedTuple):
 
 
 class Evaluator:
-    """Scores weights on the held-out documents; compiled once."""
+    """Scores weights on the held-out documents of all sources; compiled once."""
 
-    def __init__(self, parts: Assembly, store: Store):
+    def __init__(self, parts: Assembly, stores: Stores):
         self._parts, exp = parts, parts.exp
         rows = exp.train.global_batch // exp.train.accumulation
         self._feed = parts.feed(rows)
-        self.data = holdout_batches(
-            store,
+        self.data = holdouts(
+            stores,
             exp.data.sequence_length,
             rows,
             exp.eval.max_rows,

@@ -4,6 +4,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from k3train.data.reading import Reading
+from k3train.data.report import usage_table
 from k3train.models.counts import counts
 from k3train.optim.groups import group_table
 from k3train.optim.groups import render as render_groups
@@ -14,8 +16,13 @@ from k3train.parallel.moonep.config import resolve, weigh
 from k3train.train.assembly import Assembly
 
 
-def introduce(parts: Assembly, console: Console) -> None:
-    """Prints what is about to be trained: sizes, mesh, kernels, optimizer groups."""
+def introduce(parts: Assembly, console: Console, reading: Reading, samples: int) -> None:
+    """Prints what is about to be trained: sizes, mesh, kernels, optimizer groups, and several sources' epochs.
+
+    Args:
+      reading: the rows of the run.
+      samples: those of the whole run.
+    """
     exp, sizes = parts.exp, counts(parts.exp.model)
     table = Table(title="run", show_header=False)
     mesh = ", ".join(f"{name} {size}" for name, size in parts.mesh.shape.items())
@@ -40,6 +47,8 @@ def introduce(parts: Assembly, console: Console) -> None:
     if parts.mesh.shape["expert"] > 1 and exp.model.moe is not None:
         console.print(transports(parts))
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
+    if reading.mixture is not None:
+        console.print(usage_table(reading, samples))
 
 
 def transports(parts: Assembly) -> Table:

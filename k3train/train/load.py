@@ -11,12 +11,12 @@ from k3train.checkpoint.resolve import locate
 from k3train.checkpoint.subtree import restore_subtree
 from k3train.config.errors import UserError
 from k3train.config.load import load
-from k3train.data.store import Store
+from k3train.data.stores import Stores
 from k3train.experiment import Experiment
 from k3train.parallel.config import AXES
 from k3train.parallel.mesh import build_mesh
 from k3train.run.directory import CONFIG, read_experiment
-from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
+from k3train.run.identity import TOKENIZER_KEY, store_key
 from k3train.run.mirror import local_copy
 from k3train.train.assembly import Assembly, assemble, open_data
 
@@ -27,8 +27,9 @@ class OpenedRun(NamedTuple):
     parts: Assembly
     folder: Path
     """The run folder."""
-    trained_on: str | None
-    """Content hash of the store that the run was trained on; None where it is not known, or another was asked for."""
+    trained_on: dict[str, str]
+    """Content hash, by source, of the stores the run was trained on, less those not known and those for which another
+    was asked for."""
 
 
 class LoadedRun(NamedTuple):
@@ -40,7 +41,7 @@ class LoadedRun(NamedTuple):
     step: int
     folder: Path
     """As in ``OpenedRun``."""
-    trained_on: str | None
+    trained_on: dict[str, str]
     """As in ``OpenedRun``."""
 
 
@@ -83,30 +84,45 @@ def open_run(folder: Path, overrides: Sequence[str], *, one_device: bool) -> Ope
             f"{exp.data.tokenizer.path or exp.data.tokenizer.kind}: not the tokenizer that {folder} was trained with "
             "(its fingerprint differs: another file, or a library that encodes differently); bring the old one back"
         )
-    return OpenedRun(parts, folder, None if "data.store" in given else claims.get(STORE_KEY))
+    known = {name: claims.get(store_key(name)) for name in exp.data.singles() if not _is_given(name, given)}
+    return OpenedRun(parts, folder, {name: content for name, content in known.items() if content is not None})
 
 
-def open_run_data(run: OpenedRun | LoadedRun, say: Callable[[str], None]) -> Store:
-    """The token store of a loaded run. It is never made here: what it would be made from may have changed.
+def open_run_data(run: OpenedRun | LoadedRun, say: Callable[[str], None]) -> Stores:
+    """The token stores of a loaded run. They are never made here: what they would be made from may have changed.
 
     Raises:
-      UserError: it is not there, damaged, or holds something else than the run was trained on.
+      UserError: one is not there, damaged, or holds something else than the run was trained on.
     """
     data = run.parts.exp.data
-    if not Path(data.store).exists():
-        raise UserError(
-            f"{data.store}: the run's token store is not there. Name its place (data.store=PATH), or make it anew with "
-            f"k3train data prepare {run.folder / CONFIG}"
-        )
-    exp = run.parts.exp.model_copy(update={"data": data.model_copy(update={"source": None})})
-    store = open_data(exp, say)
-    if run.trained_on not in (None, store.fingerprint):
-        raise UserError(
-            f"{data.store}: not the text that {run.folder} was trained on, so its held-out documents may have been "
-            f"seen in training, and scores do not compare. Name the run's own store, or say data.store={data.store} "
-            "to score on this one nevertheless"
-        )
-    return store
+    singles = data.singles()
+    for name, single in singles.items():
+        if not Path(single.place).exists():
+            raise UserError(
+                f"{single.place}: the run's token store is not there. Name its place ({_store_of(name)}=PATH), or make "
+                f"it anew with k3train data prepare {run.folder / CONFIG}"
+            )
+    stores = open_data(run.parts.exp.model_copy(update={"data": data.without_sources()}), say)
+    for name, content in stores.fingerprints.items():
+        if run.trained_on.get(name, content) != content:
+            place = singles[name].place
+            raise UserError(
+                f"{place}: not the text that {run.folder} was trained on, so its held-out documents may have been "
+                f"seen in training, and scores do not compare. Name the run's own store, or say "
+                f"{_store_of(name)}={place} to score on this one nevertheless"
+            )
+    return stores
+
+
+def _store_of(source: str) -> str:
+    """The key of a source's store."""
+    return f"data.sources.{source}.store" if source else "data.store"
+
+
+def _is_given(source: str, given: set[str]) -> bool:
+    """Whether an override names the store of a source."""
+    key = _store_of(source)
+    return any(key == name or key.startswith(f"{name}.") for name in given - {"data"})
 
 
 def _claims(folder: Path) -> dict[str, Any]:
@@ -116,16 +132,16 @@ def _claims(folder: Path) -> dict[str, Any]:
 
 
 def _found(exp: Experiment, folder: Path, given: set[str]) -> Experiment:
-    """``exp`` with its store and tokenizer where they are now."""
+    """``exp`` with its stores and tokenizer where they are now."""
     data, was = exp.data, exp.run.dir
 
     def now(path: str) -> str:
         moved = os.path.normpath(folder.absolute() / os.path.relpath(path, was))
         return path if Path(path).exists() or not Path(moved).exists() else moved
 
-    changes: dict[str, Any] = {}
-    if "data.store" not in given:
-        changes["store"] = now(data.store)
+    named = {single.place for name, single in data.singles().items() if _is_given(name, given)}
+    data = data.with_stores(lambda place: place if place in named else now(place))
     if data.tokenizer.path is not None and "data.tokenizer.path" not in given:
-        changes["tokenizer"] = data.tokenizer.model_copy(update={"path": now(data.tokenizer.path)})
-    return exp.model_copy(update={"data": data.model_copy(update=changes)})
+        tokenizer = data.tokenizer.model_copy(update={"path": now(data.tokenizer.path)})
+        data = data.model_copy(update={"tokenizer": tokenizer})
+    return exp.model_copy(update={"data": data})

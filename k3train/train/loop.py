@@ -15,7 +15,7 @@ from k3train.config.exit_codes import ExitCode
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
-from k3train.data.rows import plan_rows
+from k3train.data.rows import plans_of
 from k3train.experiment import Experiment
 from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
@@ -25,7 +25,7 @@ from k3train.run.branch import parent_of
 from k3train.run.determinism import COST, Strict, read_kept, refuse_changes
 from k3train.run.directory import METRICS, RunDirectory
 from k3train.run.environment import facts, git_commit, versions
-from k3train.run.identity import STORE_KEY, TOKENIZER_KEY
+from k3train.run.identity import TOKENIZER_KEY, store_key
 from k3train.run.identity import render as render_changes
 from k3train.run.supervision import Stopped, Supervision
 from k3train.train.anomalies import AnomalyLog
@@ -158,11 +158,12 @@ class Run:
         """Puts model and optimizer together, prepares the data where it is absent."""
         self.parts = assemble(self.exp)
         self.exp = self.parts.exp
-        self.store = open_data(self.exp, self.console.print)
-        self.folder.claim(STORE_KEY, self.store.fingerprint)
-        self.folder.claim(TOKENIZER_KEY, self.parts.tokenizer.fingerprint)
-        agree({STORE_KEY: self.store.fingerprint, TOKENIZER_KEY: self.parts.tokenizer.fingerprint})
-        self.evaluator = Evaluator(self.parts, self.store) if self.store.holdout.tokens > 1 else None
+        self.stores = open_data(self.exp, self.console.print)
+        claims = {store_key(name): content for name, content in self.stores.fingerprints.items()}
+        for key, value in (claims := claims | {TOKENIZER_KEY: self.parts.tokenizer.fingerprint}).items():
+            self.folder.claim(key, value)
+        agree(claims)
+        self.evaluator = Evaluator(self.parts, self.stores) if self.stores.holdout_tokens > 1 else None
         if self.evaluator is None:
             self.say("nothing is held out, so nothing will be evaluated; raise data.holdout for held-out loss")
         self.generator = Generator(
@@ -176,11 +177,11 @@ class Run:
         self.state, self.first, self.samples, self.tokens = begin(self.parts, self.saver.manager, self.say)
         self.parts = self.parts.going_on(self.first, self.tokens)
         self.saver.begun(self.first)
-        self.saver.facts = {"store": self.store.fingerprint, "mesh": dict(self.parts.mesh.shape)}
+        self.saver.facts = {"store": self.stores.fingerprint, "mesh": dict(self.parts.mesh.shape)}
         self.feed = self.parts.feed(self.exp.train.global_batch)
         data = self.exp.data
         self.loader = Loader(
-            plan_rows(self.store, data.packing, data.sequence_length, self.say),
+            plans_of(self.stores, data.packing, data.sequence_length, self.say),
             data,
             self.exp.train.global_batch,
             data.shuffle_seed,
@@ -201,7 +202,8 @@ class Run:
         around = [change for change in self.folder.changes if change.drift == Drift.DERIVED]
         if around:
             self.console.print(render_changes(around, "changed surroundings"))
-        introduce(self.parts, self.console)
+        left = (self.parts.steps - self.first) * self.loader.global_batch
+        introduce(self.parts, self.console, self.loader.reading, self.samples + left)
         keep_to, path = self.first or -1, self.folder.path
         # A bar only where somebody watches, on process 0.
         self.progress = Progress(self.parts.steps, self.first, self.exp.metrics.every, console=self.console)

@@ -26,7 +26,7 @@ from k3train.config.load import load
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
 from k3train.data.loader import Loader
-from k3train.data.rows import plan_rows
+from k3train.data.rows import plans_of
 from k3train.data.trace import RowTrace
 from k3train.experiment import Experiment
 from k3train.metrics.writers.jsonl import read_jsonl
@@ -154,10 +154,10 @@ def _replay(
     parts = parts.going_on(begun.step, begun.tokens)
     if step > parts.steps:
         raise UserError(f"{run}: the run has {parts.steps} steps, so there is no step {step}", ExitCode.USAGE)
-    store = open_run_data(opened, say)
+    stores = open_run_data(opened, say)
     feed = parts.feed(exp.train.global_batch)
     loader = Loader(
-        plan_rows(store, exp.data.packing, exp.data.sequence_length, say),
+        plans_of(stores, exp.data.packing, exp.data.sequence_length, say),
         exp.data,
         exp.train.global_batch,
         exp.data.shuffle_seed,

@@ -85,7 +85,7 @@ def test_training_and_scores_are_those_of_a_copied_store(texts, tmp_path, make_c
     batch = next(loader)
     loader.close()
     whole = store.train.read(0, store.train.tokens)
-    _, rows = loader.order.row_of(np.arange(4))
+    _, _, rows = loader.reading.where(np.arange(4))
     np.testing.assert_array_equal(batch.tokens, np.stack([whole[r * 32 : r * 32 + 32] for r in rows]))
     assert evaluate_ngram(store, ByteTokenizer()).source_bytes == store.header.holdout_split.source_bytes
 

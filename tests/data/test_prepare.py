@@ -15,7 +15,7 @@ import pytest
 from k3train.config.errors import UserError
 from k3train.data import writer
 from k3train.data.header import ORIGIN_NAMES, ORIGINS
-from k3train.data.prepare import ensure_store, prepare
+from k3train.data.prepare import ensure_store, ensure_stores, prepare
 from k3train.data.store import open_store
 from k3train.data.tokenizer import ByteTokenizer
 
@@ -160,14 +160,14 @@ def test_changed_source_files(tmp_path, make_config):
 
 def test_ensure_refuses_a_small_vocabulary(text_files, make_config):
     with pytest.raises(UserError, match=r"token id 258, but model.vocab_size is 256"):
-        ensure_store(make_config(text_files), vocab_size=256, say=quiet)
+        ensure_stores(make_config(text_files), vocab_size=256, say=quiet)
 
 
 def test_only_the_leader_prepares_and_all_reach_the_barrier(text_files, make_config):
     config, barrier, opened = make_config(text_files), threading.Barrier(3, timeout=60), []
 
     def process(index: int) -> None:
-        opened.append(ensure_store(config, is_leader=index == 0, barrier=barrier.wait, say=quiet).fingerprint)
+        opened.append(ensure_stores(config, is_leader=index == 0, barrier=barrier.wait, say=quiet).fingerprint)
 
     threads = [threading.Thread(target=process, args=(i,)) for i in (1, 2, 0)]
     for thread in threads:
@@ -180,9 +180,9 @@ def test_only_the_leader_prepares_and_all_reach_the_barrier(text_files, make_con
 def test_a_failing_leader_lets_the_others_go(make_config, tmp_path):
     config, calls = make_config([tmp_path / "none.txt"]), []
     with pytest.raises(UserError, match="no file matches"):
-        ensure_store(config, barrier=lambda: calls.append("leader"))
+        ensure_stores(config, barrier=lambda: calls.append("leader"))
     with pytest.raises(UserError, match="no token store here"):
-        ensure_store(config, is_leader=False, barrier=lambda: calls.append("other"))
+        ensure_stores(config, is_leader=False, barrier=lambda: calls.append("other"))
     assert calls == ["leader", "other"]
 
 

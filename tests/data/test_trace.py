@@ -12,6 +12,7 @@ from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
 from k3train.data.pack import Chunks
 from k3train.data.prepare import prepare
+from k3train.data.reading import Reading
 from k3train.data.rows import plan_rows
 from k3train.data.tokenizer import ByteTokenizer
 from k3train.data.trace import Trace
@@ -67,4 +68,4 @@ def test_a_line_of_a_file_and_a_store_that_knows_no_origins(tmp_path, make_confi
 
 def test_samples_past_the_end(store):
     with pytest.raises(UserError, match="used up"):
-        Trace(Chunks(store.train, 32), RowOrder(5, 0, max_epochs=1)).rows(4, 6)
+        Trace(Reading([Chunks(store.train, 32)], [RowOrder(5, 0, max_epochs=1)])).rows(4, 6)

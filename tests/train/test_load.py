@@ -61,13 +61,13 @@ def test_from_another_working_directory(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = load_run(str(project / "run"), [], ema=False, say=quiet)
     assert run.step == 1 and run.parts.mesh.size == 1
-    assert open_run_data(run, quiet).path == project / "store"
+    assert open_run_data(run, quiet).only.path == project / "store"
 
 
 def test_a_run_that_moved_together_with_its_data(copied, monkeypatch):
     monkeypatch.chdir(copied / "run")
     run = load_run(".@1", [], ema=False, say=quiet)
-    assert open_run_data(run, quiet).path == copied / "store"
+    assert open_run_data(run, quiet).only.path == copied / "store"
 
 
 def test_sources_that_changed_since_are_no_matter(copied):
@@ -91,7 +91,7 @@ def test_another_store_only_where_it_is_asked_for(copied):
     with pytest.raises(UserError, match=r"not the text that .* was trained on"):
         open_run_data(run, quiet)
     run = load_run(str(copied / "run"), [f"data.store={exp.data.store}"], ema=False, say=quiet)
-    assert str(open_run_data(run, quiet).path) == exp.data.store
+    assert str(open_run_data(run, quiet).only.path) == exp.data.store
 
 
 def test_another_tokenizer_is_refused(copied):
