@@ -1,6 +1,7 @@
 """``k3train data``: prepare and look into token stores, list corpora, score the n-gram baseline."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
     )
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    stats = _action(actions, "stats", "counts, lengths of documents as bars, rows under each packing")
+    stats.add_argument(
+        "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
+    )
+    stats.add_argument("--longest", type=int, default=5, metavar="N", help="longest documents to name (default 5)")
+    stats.add_argument("--json", action="store_true", help="one JSON object instead")
     ngram = _action(actions, "ngram", "held-out bits per byte of an n-gram baseline fitted on the training side")
     ngram.add_argument(
         "--order", type=int, default=3, metavar="N", help="symbols of a gram, the predicted one included"
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
             _prepare(args)
         case "inspect":
             _inspect(args)
+        case "stats":
+            _stats(args)
         case "ngram":
             _ngram(args)
         case "dedup":
@@ -77,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argparse.ArgumentParser:
     action = actions.add_parser(name, help=text, description=text)
-    takes_store = name in ("inspect", "ngram")
+    takes_store = name in ("inspect", "stats", "ngram")
     what = "experiment file (YAML) or store folder" if takes_store else "experiment file (YAML)"
     action.add_argument("config", metavar="CONFIG|STORE" if takes_store else "CONFIG", help=what)
     action.add_argument(
@@ -109,13 +118,7 @@ def _prepare(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from k3train.data.report import console, report, show_rows
 
-    for option, value, least in (
-        ("--rows", args.rows, 0),
-        ("--sample", args.sample, 0),
-        ("--sequence-length", args.sequence_length, 1),
-    ):
-        if value is not None and not least <= value < _MOST:
-            raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
+    _in_range(("--rows", args.rows, 0), ("--sample", args.sample, 0), ("--sequence-length", args.sequence_length, 1))
     store, tokenizer, config = _open(args)
     out = console()
     if args.verify:
@@ -126,6 +129,27 @@ def _inspect(args: argparse.Namespace) -> None:
     if args.rows:
         packing = config.packing if config else "concat"
         show_rows(store, tokenizer, out, length, packing, rows=args.rows, sample=args.sample, holdout=args.holdout)
+
+
+def _stats(args: argparse.Namespace) -> None:
+    from k3train.data.report import console
+    from k3train.data.stats import store_stats
+    from k3train.data.stats_report import print_stats
+
+    _in_range(("--longest", args.longest, 0), ("--sequence-length", args.sequence_length, 1))
+    store, _, config = _open(args)
+    stats = store_stats(store, args.sequence_length or (config.sequence_length if config else 512), args.longest)
+    if args.json:
+        print(json.dumps(stats.as_json(), indent=1))
+    else:
+        print_stats(stats, console())
+
+
+def _in_range(*options: tuple[str, int | None, int]) -> None:
+    """Raise UserError where the value of an option is below the least one, or past what 64 bits count."""
+    for option, value, least in options:
+        if value is not None and not least <= value < _MOST:
+            raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
 
 
 def _ngram(args: argparse.Namespace) -> None:

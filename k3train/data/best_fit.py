@@ -46,13 +46,20 @@ class BestFit(RowPlan):
     Args:
       split, sequence_length, pad_id: see :class:`RowPlan`.
       say: told where the plan cannot be kept.
+      keep: write a plan that is made; a look at a store leaves nothing behind.
     """
 
     def __init__(
-        self, split: Split, sequence_length: int, pad_id: int = 0, say: Callable[[str], object] = lambda _: None
+        self,
+        split: Split,
+        sequence_length: int,
+        pad_id: int = 0,
+        say: Callable[[str], object] = lambda _: None,
+        *,
+        keep: bool = True,
     ):
         super().__init__(split, sequence_length, pad_id)
-        self._say = say
+        self._say, self._keep = say, keep
 
     @cached_property
     def table(self) -> Table:
@@ -74,7 +81,8 @@ class BestFit(RowPlan):
                 f"{self.split.folder}: no document has two tokens, so nothing can be predicted; prepare more text"
             )
         try:
-            _write(place, made)
+            if self._keep:
+                _write(place, made)
         except OSError as error:
             self._say(f"the row plan cannot be kept in {place} ({error.strerror}); it is made anew at every start")
         return made
