@@ -16,6 +16,7 @@ from k3train.data.config import DataConfig, SourceConfig
 from k3train.data.corpora import get_corpus, locate
 from k3train.data.duplicates import read_list
 from k3train.data.files import describe, find_files
+from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_work, disk_errors, work_folder, written_whole
 from k3train.data.header import FileEntry, Header, SourceHeader, TokenizerHeader
 from k3train.data.piecework import BAD, Work, do, finished
@@ -226,6 +227,7 @@ class _Builder:
             holdout=config.holdout,
             holdout_rule=HOLDOUT_RULE,
             shuffle_seed=config.shuffle_seed,
+            fill_in_middle=FillInMiddle(config.fill_in_middle, tokenizer).header if config.fill_in_middle else None,
             source=origin,
             train=merges[TRAIN].header,
             holdout_split=merges[HOLDOUT].header,

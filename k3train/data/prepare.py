@@ -6,6 +6,7 @@ from pathlib import Path
 from k3train.config.errors import UserError
 from k3train.data.build import Progress, build
 from k3train.data.config import DataConfig
+from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclusive
 from k3train.data.in_place import index
 from k3train.data.match import difference
@@ -119,3 +120,10 @@ def _check_policy(config: DataConfig, tokenizer: Tokenizer) -> None:
                 f"data.{key}: the tokenizer {config.tokenizer.path} names no {key[4:].upper()} token. Set data.{key}: "
                 f"false, or name it as {key[4:]}_token in a tokenizer_config.json beside it"
             )
+    if config.fill_in_middle is not None:
+        if config.source is not None and config.source.kind != "text":
+            raise UserError(
+                f"data.fill_in_middle: tokens of data.source.kind: {config.source.kind} are read as they lie, so no "
+                "document is rearranged; leave it out"
+            )
+        FillInMiddle(config.fill_in_middle, tokenizer)

@@ -56,7 +56,7 @@ class RanksTokenizer:
         tiktoken = need("tiktoken", "data.tokenizer.kind: tiktoken")
         data = file.read_bytes()
         ranks = read_ranks(path, data)
-        specials = _specials(file, len(ranks))
+        self._specials = specials = _specials(file, len(ranks))
         try:
             self._encoding = tiktoken.Encoding(
                 file.name, pat_str=pattern or KIMI, mergeable_ranks=ranks, special_tokens=specials
@@ -83,6 +83,10 @@ class RanksTokenizer:
         """See ``Tokenizer.encode_spans``; a token's bytes are known."""
         ids = self.encode(text)
         return ids, self._lengths[ids]
+
+    def special_id(self, name: str) -> int | None:
+        """See ``Tokenizer.special_id``."""
+        return self._specials.get(name)
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """See ``Tokenizer.decode``; special ids and those outside the vocabulary are dropped."""

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from k3train.data.batch import Batch
+from k3train.data.fill_in_middle import stored_names
 from k3train.data.order import RowOrder
 from k3train.data.pack import Chunks, RowPlan
 from k3train.data.rows import Packing, plan_rows
@@ -46,6 +47,12 @@ def report(store: Store, out: Console) -> None:
         f"BOS {'added' if header.add_bos else 'not added'}, EOS {'added' if header.add_eos else 'not added'}",
         soft_wrap=True,
     )
+    if (middle := header.fill_in_middle) is not None:
+        out.print(
+            f"fill in the middle: {middle.rate:g} of the training documents, {middle.spm_rate:g} of them suffix first; "
+            f"cut at a {middle.boundaries}, seed {middle.seed}",
+            soft_wrap=True,
+        )
     source = header.source
     what = (
         f"corpus {source.corpus}" if source.corpus else f"{len(source.files)} file(s) of {', '.join(source.patterns)}"
@@ -170,7 +177,7 @@ def _row_text(batch: Batch, store: Store, tokenizer: Tokenizer | None, *, marks:
 
 def _readable(ids: np.ndarray, store: Store, tokenizer: Tokenizer | None) -> str:
     made_by = store.header.tokenizer
-    names = {made_by.bos_id: "‹bos›", made_by.eos_id: "‹eos›"}
+    names = {made_by.bos_id: "‹bos›", made_by.eos_id: "‹eos›"} | stored_names(store.header.fill_in_middle)
     special = np.flatnonzero(np.isin(ids, [id_ for id_ in names if id_ is not None]))
     parts, start = [], 0
     for place in [*special.tolist(), len(ids)]:

@@ -347,7 +347,7 @@ def _read_header(path: Path) -> Header:
         text = file.read_text(encoding="utf-8")
         version = json.loads(text).get("format_version")
         if version not in READABLE_VERSIONS:
-            known = " and ".join(map(str, READABLE_VERSIONS))
+            known = f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
             raise UserError(f"{file}: format version {version}, but this k3train reads {known}. {CURE}")
         return Header.model_validate_json(text)
     except ValidationError as error:
