@@ -95,6 +95,8 @@ class SourceHeader(Section):
     licence: str
     """Stated by the corpus; "not stated" for a user's own files."""
     files: list[SourceFile]
+    indices: list[SourceFile] = Field(default_factory=list)
+    """The .idx of each .bin of kind megatron; empty in a store of version 2."""
 
 
 class TokenizerHeader(Section):

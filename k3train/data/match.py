@@ -78,6 +78,11 @@ def _changed_files(store: Store, patterns: tuple[str, ...], suffixes: tuple[str,
             continue
         if _is_changed(name, file):
             faults.append(f"{name}: changed since the store was made")
+    for index in store.header.source.indices:
+        if not Path(index.path).is_file():
+            faults.append(f"{index.path}: gone since the store was made")
+        elif _is_changed(index.path, index):
+            faults.append(f"{index.path}: changed since the store was made")
     return faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
 
 

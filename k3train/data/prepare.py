@@ -1,5 +1,6 @@
 """The token store that a config names: made where it is absent, checked where it is there. Imports no JAX."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclusive
 from k3train.data.in_place import index
 from k3train.data.match import difference
-from k3train.data.store import HEADER, Store, open_store
+from k3train.data.store import HEADER, Store, open_store, refuse_address
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.data.writer import SHARD_TOKENS
 
@@ -45,7 +46,12 @@ def prepare(
       UserError: bad input under ``on_bad_record: error`` or too much of it, nothing to train on, a store made
         otherwise, no disk space.
     """
+    refuse_address(config.store)
     folder = Path(config.store)
+    if os.path.islink(folder):  # noqa: PTH114 - Path.is_symlink raises where a name is too long
+        # What takes its place must take that of the folder, not of the link.
+        folder = Path(os.path.realpath(folder))
+        config = config.model_copy(update={"store": str(folder)})
     if config.source is None:
         raise UserError("data.source: nothing to prepare from; name a corpus or files, or an existing data.store")
     tokenizer = load_tokenizer(config.tokenizer)

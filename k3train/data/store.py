@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from k3train.config.errors import UserError
+from k3train.config.object_store import in_object_store
 from k3train.data.header import (
     EXTENTS,
     METADATA,
@@ -313,11 +314,21 @@ def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: To
       UserError: no store, a broken header, a file missing or of the wrong size, ids past ``vocab_size``, another
         tokenizer.
     """
+    refuse_address(path)
     path = Path(path)
     try:
         return _open(path, vocab_size, tokenizer)
     except OSError as error:
         raise UserError(f"{path}: the token store cannot be read ({error.strerror or error})") from error
+
+
+def refuse_address(path: str | Path) -> None:
+    """Raise UserError where a store is to lie in an object store: it is mapped into memory, which needs a disk."""
+    if in_object_store(path):
+        raise UserError(
+            f"data.store: {path} is no place for a token store, which is mapped from a disk; name a folder on one, and "
+            "copy the store there where it lies in an object store"
+        )
 
 
 def _open(path: Path, vocab_size: int | None, tokenizer: Tokenizer | None) -> Store:

@@ -44,8 +44,12 @@ def train_tokenizer(
         raise UserError(f"--vocab-size {vocab_size}: 256 bytes and {len(SPECIALS)} special tokens need {LEAST}")
     if config.source is None or config.source.kind != "text":
         raise UserError("data.source: a tokenizer is trained on text; name a corpus or files of kind: text")
-    if out.exists():
-        raise UserError(f"{out}: there is one already; move it away, or name another with --out")
+    for file in (out, out.with_name(CONFIG)):
+        if file.exists():
+            raise UserError(
+                f"{file}: there is one already, and {CONFIG} is written beside the tokenizer; move it away, or name "
+                "another folder with --out"
+            )
     library = need("tokenizers", "data train-tokenizer", extra="hf")
     tokenizer = library.Tokenizer(library.models.BPE())
     cut = library.pre_tokenizers.Split(library.Regex(KIMI), behavior="isolated")

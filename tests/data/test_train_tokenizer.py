@@ -88,3 +88,11 @@ def test_the_command(text_files, tmp_path, capsys, root, monkeypatch):
     arguments = ["data", "train-tokenizer", "e.yaml", *pattern, "--vocab-size", "300", "--out", "t/tokenizer.json"]
     assert main(arguments) == 0
     assert "t/tokenizer.json: 300 ids, learned from" in capsys.readouterr().out
+
+
+def test_a_tokenizer_config_is_left_alone(text_files, make_config, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("mine")
+    with pytest.raises(UserError, match=r"tokenizer_config.json: there is one already, and .* is written beside"):
+        train_tokenizer(make_config(text_files), 300, tmp_path / "tokenizer.json", 1 << 20, quiet)
+    assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
+    assert not (tmp_path / "tokenizer.json").exists()
