@@ -19,10 +19,11 @@ from k3train.data.files import describe, find_files
 from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_work, disk_errors, work_folder, written_whole
 from k3train.data.header import FileEntry, Header, SourceHeader, TokenizerHeader
+from k3train.data.integrity import HEADER
 from k3train.data.piecework import BAD, Work, do, finished
 from k3train.data.records import BadRecord
 from k3train.data.sources import Piece, cut
-from k3train.data.store import HEADER, HOLDOUT, SKIPS, TRAIN
+from k3train.data.store import HOLDOUT, SKIPS, TRAIN
 from k3train.data.text_files import count_lines
 from k3train.data.tokenizer import Tokenizer
 from k3train.data.workers import Workers, cores

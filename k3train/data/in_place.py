@@ -31,7 +31,8 @@ from k3train.data.header import (
     TokenFile,
     TokenizerHeader,
 )
-from k3train.data.store import HEADER, HOLDOUT, OFFSETS, SKIPS, TOKEN_BYTES, TRAIN
+from k3train.data.integrity import HEADER
+from k3train.data.store import HOLDOUT, OFFSETS, SKIPS, TOKEN_BYTES, TRAIN
 from k3train.data.token_files import Documents, index_of, read_array, read_megatron
 from k3train.data.tokenizer import Tokenizer
 from k3train.data.writer import is_held_out, write_file

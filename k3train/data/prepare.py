@@ -10,8 +10,9 @@ from k3train.data.config import DataConfig
 from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclusive
 from k3train.data.in_place import index
+from k3train.data.integrity import HEADER, refuse_address
 from k3train.data.match import difference
-from k3train.data.store import HEADER, Store, open_store, refuse_address
+from k3train.data.store import Store, open_store
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.data.writer import SHARD_TOKENS
 
