@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--most-bytes", type=int, default=1 << 30, metavar="B", help="text to learn from (default 1 GiB)"
     )
+    train.add_argument(
+        "--special-token", action="append", default=[], metavar="NAME", help="one more special token (repeatable)"
+    )
     text = "list the named corpora"
     actions.add_parser("corpora", help=text, description=text)
 
@@ -78,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
         case "train-tokenizer":
             from k3train.data.train_tokenizer import train_tokenizer
 
-            train_tokenizer(_data_config(args), args.vocab_size, args.out, args.most_bytes)
+            more = tuple(args.special_token)
+            train_tokenizer(_data_config(args), args.vocab_size, args.out, args.most_bytes, more_specials=more)
         case _:
             _corpora()
     return 0
