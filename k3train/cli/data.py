@@ -1,6 +1,7 @@
 """``k3train data``: prepare and look into token stores, list corpora, score the n-gram baseline."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
     )
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    stats = _action(actions, "stats", "counts, lengths of documents as bars, rows under each packing")
+    stats.add_argument(
+        "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
+    )
+    stats.add_argument("--longest", type=int, default=5, metavar="N", help="longest documents to name (default 5)")
+    stats.add_argument("--json", action="store_true", help="one JSON object instead")
     ngram = _action(actions, "ngram", "held-out bits per byte of an n-gram baseline fitted on the training side")
     ngram.add_argument(
         "--order", type=int, default=3, metavar="N", help="symbols of a gram, the predicted one included"
@@ -49,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for action in (ngram, dedup, train):
         action.add_argument("--source", metavar="NAME", help="which of data.sources, where there are several")
+    train.add_argument(
+        "--special-token", action="append", default=[], metavar="NAME", help="one more special token (repeatable)"
+    )
     text = "list the named corpora"
     actions.add_parser("corpora", help=text, description=text)
 
@@ -64,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
             _prepare(args)
         case "inspect":
             _inspect(args)
+        case "stats":
+            _stats(args)
         case "ngram":
             _ngram(args)
         case "dedup":
@@ -71,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         case "train-tokenizer":
             from k3train.data.train_tokenizer import train_tokenizer
 
-            train_tokenizer(_one_source(args), args.vocab_size, args.out, args.most_bytes)
+            more = tuple(args.special_token)
+            train_tokenizer(_one_source(args), args.vocab_size, args.out, args.most_bytes, more_specials=more)
         case _:
             _corpora()
     return 0
@@ -79,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _action(actions: "argparse._SubParsersAction", name: str, text: str) -> argparse.ArgumentParser:
     action = actions.add_parser(name, help=text, description=text)
-    takes_store = name in ("inspect", "ngram")
+    takes_store = name in ("inspect", "stats", "ngram")
     what = "experiment file (YAML) or store folder" if takes_store else "experiment file (YAML)"
     action.add_argument("config", metavar="CONFIG|STORE" if takes_store else "CONFIG", help=what)
     action.add_argument(
@@ -140,13 +153,7 @@ def _prepare(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from k3train.data.report import console, report, show_rows
 
-    for option, value, least in (
-        ("--rows", args.rows, 0),
-        ("--sample", args.sample, 0),
-        ("--sequence-length", args.sequence_length, 1),
-    ):
-        if value is not None and not least <= value < _MOST:
-            raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
+    _in_range(("--rows", args.rows, 0), ("--sample", args.sample, 0), ("--sequence-length", args.sequence_length, 1))
     stores, tokenizer, config = _open(args)
     out = console()
     for name, store in stores.by_name.items():
@@ -171,6 +178,32 @@ def _refuse_mixture(config: "DataConfig") -> None:
         mixture_of(config, config.shuffle_seed)
     except ValueError as error:
         raise UserError(f"--sequence-length {config.sequence_length}: {error}", ExitCode.USAGE) from None
+
+
+def _stats(args: argparse.Namespace) -> None:
+    from k3train.data.report import console
+    from k3train.data.stats import store_stats
+    from k3train.data.stats_report import print_stats
+
+    _in_range(("--longest", args.longest, 0), ("--sequence-length", args.sequence_length, 1))
+    stores, _, config = _open(args)
+    length, out = args.sequence_length or config.sequence_length, console()
+    found = {name: store_stats(store, length, args.longest) for name, store in stores.by_name.items()}
+    if args.json:
+        every = {name: stats.as_json() for name, stats in found.items()}
+        print(json.dumps(every.get("", every), indent=1))
+        return
+    for name, stats in found.items():
+        if name:
+            out.rule(name)
+        print_stats(stats, out)
+
+
+def _in_range(*options: tuple[str, int | None, int]) -> None:
+    """Raise UserError where the value of an option is below the least one, or past what 64 bits count."""
+    for option, value, least in options:
+        if value is not None and not least <= value < _MOST:
+            raise UserError(f"{option} {value}: give {least} or more, below 2**62", ExitCode.USAGE)
 
 
 def _ngram(args: argparse.Namespace) -> None:

@@ -9,9 +9,11 @@ The plan is a function of the documents' lengths and S alone. It is kept beside 
 them, and made anew where it cannot be.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
+import time
 import uuid
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -29,6 +31,8 @@ FOLDER = "plans"
 _VERSION = 1
 _FILES = ("stretches.bin", "rows.bin")
 _ABOUT = "plan.json"
+_ABANDONED = 3600
+"""Seconds."""
 
 
 class Table(NamedTuple):
@@ -46,13 +50,20 @@ class BestFit(RowPlan):
     Args:
       split, sequence_length, pad_id: see :class:`RowPlan`.
       say: told where the plan cannot be kept.
+      keep: write a plan that is made; a look at a store leaves nothing behind.
     """
 
     def __init__(
-        self, split: Split, sequence_length: int, pad_id: int = 0, say: Callable[[str], object] = lambda _: None
+        self,
+        split: Split,
+        sequence_length: int,
+        pad_id: int = 0,
+        say: Callable[[str], object] = lambda _: None,
+        *,
+        keep: bool = True,
     ):
         super().__init__(split, sequence_length, pad_id)
-        self._say = say
+        self._say, self._keep = say, keep
 
     @cached_property
     def table(self) -> Table:
@@ -74,7 +85,8 @@ class BestFit(RowPlan):
                 f"{self.split.folder}: no document has two tokens, so nothing can be predicted; prepare more text"
             )
         try:
-            _write(place, made)
+            if self._keep:
+                _write(place, made)
         except OSError as error:
             self._say(f"the row plan cannot be kept in {place} ({error.strerror}); it is made anew at every start")
         return made
@@ -196,6 +208,10 @@ def _read(place: Path) -> Table | None:
 def _write(place: Path, table: Table) -> None:
     """Whole or not at all; several processes may do it at once."""
     place.parent.mkdir(exist_ok=True)
+    for left in place.parent.glob(".*-*"):  # of a process that was killed while it wrote; nobody writes for so long
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left)
     made = place.parent / f".{place.name}-{uuid.uuid4().hex}"  # unlike mkdtemp's, open to those who may read the store
     try:
         made.mkdir()

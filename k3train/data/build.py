@@ -16,12 +16,14 @@ from k3train.data.config import DataConfig, SourceConfig
 from k3train.data.corpora import get_corpus, locate
 from k3train.data.duplicates import read_list
 from k3train.data.files import describe, find_files
+from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_work, disk_errors, work_folder, written_whole
 from k3train.data.header import FileEntry, Header, SourceHeader, TokenizerHeader
+from k3train.data.integrity import HEADER
 from k3train.data.piecework import BAD, Work, do, finished
 from k3train.data.records import BadRecord
 from k3train.data.sources import Piece, cut
-from k3train.data.store import HEADER, HOLDOUT, SKIPS, TRAIN
+from k3train.data.store import HOLDOUT, SKIPS, TRAIN
 from k3train.data.text_files import count_lines
 from k3train.data.tokenizer import Tokenizer
 from k3train.data.workers import Workers, cores
@@ -226,6 +228,7 @@ class _Builder:
             holdout=config.holdout,
             holdout_rule=HOLDOUT_RULE,
             shuffle_seed=config.shuffle_seed,
+            fill_in_middle=FillInMiddle(config.fill_in_middle, tokenizer).header if config.fill_in_middle else None,
             source=origin,
             train=merges[TRAIN].header,
             holdout_split=merges[HOLDOUT].header,

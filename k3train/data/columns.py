@@ -119,6 +119,10 @@ def _missing(path: str, schema: Any, fields: Fields) -> BadRecord | None:
     if fields.text not in schema.names:
         names = ", ".join(map(repr, schema.names[:6])) or "none"
         return BadRecord(path, 1, -1, "missing field", f"no column {fields.text!r}; it has {names}")
+    for name in (fields.text, *fields.metadata):
+        if schema.names.count(name) > 1:
+            detail = f"{name!r} names {schema.names.count(name)} columns; rename all but one"
+            return BadRecord(path, 1, -1, "doubled column", detail)
     kind = schema.field(fields.text).type
     inner = kind.value_type if types.is_dictionary(kind) else kind
     if not any(is_text(inner) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):

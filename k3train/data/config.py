@@ -44,6 +44,26 @@ class TokenizerConfig(Section, drift="frozen"):
         return self
 
 
+class FillInMiddleConfig(Section, drift="frozen"):
+    """Some documents are stored with their middle last, between three special tokens, so that filling in is learned."""
+
+    rate: Fraction = 0.5
+    """Share of the training documents that are rearranged."""
+    spm_rate: Fraction = 0.5
+    """Share of those that begin with the suffix, then have prefix and middle as one; the others begin with the
+    prefix."""
+    prefix_token: str = "<fim_prefix>"
+    """Name of the tokenizer's token before the prefix."""
+    middle_token: str = "<fim_middle>"
+    """Name of the token before the middle."""
+    suffix_token: str = "<fim_suffix>"
+    """Name of the token before the suffix."""
+    boundaries: Literal["character", "token"] = "character"
+    """Where a document may be cut: before any character, or before any token of the whole."""
+    seed: NonNegative = 0
+    """Key of the draw; a document is drawn by its text."""
+
+
 class SourceConfig(Section, drift="free"):
     """Text that ``data prepare`` turns into the token store: a named corpus, or files."""
 
@@ -138,6 +158,7 @@ class DataConfig(Section, drift="frozen"):
     """Several sources by name, in place of ``store`` and ``source``; ``mixture`` says how they are mixed."""
     mixture: MixtureConfig | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
+    fill_in_middle: FillInMiddleConfig | None = None
     holdout: Fraction = 0.01
     """Share of documents, chosen by hash of their text, that are never trained on."""
     add_bos: bool = True

@@ -51,7 +51,7 @@ def describe(path: str) -> SourceFile:
     """
     if in_object_store(path):
         with storage(path, "read", ExitCode.CONFIG):
-            info = filesystem(path).info(path)
+            info = _filesystem(path).info(path)
         mark = str(info.get("ETag") or info.get("etag") or info.get("md5Hash"))
         return SourceFile(path=path, bytes=int(info["size"]), mtime_ns=0, sha256="", version=mark)
     try:
@@ -61,9 +61,17 @@ def describe(path: str) -> SourceFile:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
+def _filesystem(path: str) -> Any:
+    """The file system of an address; one that is not known, or whose package is missing, is a fault of the config."""
+    try:
+        return filesystem(path)
+    except UserError as error:
+        raise UserError(f"data.source.files: {error}") from error
+
+
 def size_of(path: str) -> int:
     """Bytes of a file or object."""
-    return int(filesystem(path).info(path)["size"]) if in_object_store(path) else Path(path).stat().st_size
+    return int(_filesystem(path).info(path)["size"]) if in_object_store(path) else Path(path).stat().st_size
 
 
 def sha256_of(file: Path) -> str:
@@ -86,7 +94,7 @@ def opened(path: str) -> Iterator[IO[bytes]]:
 def _open(path: str) -> Any:
     if in_object_store(path):
         # fsspec's own file reads lines of any length only.
-        return io.BufferedReader(filesystem(path).open(path, "rb"), 1 << 20)
+        return io.BufferedReader(_filesystem(path).open(path, "rb"), 1 << 20)
     return Path(path).open("rb")
 
 
@@ -100,7 +108,7 @@ def on_disk(path: str) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="k3train-") as folder, storage(path, "read", ExitCode.CONFIG):
         local = str(Path(folder) / path.rpartition("/")[2])
-        filesystem(path).get_file(path, local)
+        _filesystem(path).get_file(path, local)
         yield local
 
 
@@ -125,7 +133,7 @@ def _objects(pattern: str) -> list[str]:
     """Addresses that a pattern with a scheme names."""
     scheme = pattern.partition("://")[0]
     with storage(pattern, "look up", ExitCode.CONFIG):
-        fs = filesystem(pattern)
+        fs = _filesystem(pattern)
         if glob.has_magic(pattern):
             names = sorted(fs.glob(pattern))
         else:
@@ -149,6 +157,8 @@ def _local(pattern: str) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise UserError(f"data.source.files: {path} is a link to nothing; mend or remove it")
+        if not path.is_dir() and not path.is_file():
+            raise UserError(f"data.source.files: {path} is a pipe or a device, not a file; write its contents to one")
         files += _dataset_files(path) if path.is_dir() else [path]
     return files
 
@@ -158,7 +168,7 @@ def _expand(pattern: str) -> list[Path]:
     named = Path(pattern).expanduser()
     if glob.has_magic(str(named)) and not named.exists():
         found = [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]  # noqa: PTH207
-        return [path for path in found if path.is_file() or not path.exists() or _is_dataset(path)]
+        return [path for path in found if not path.is_dir() or _is_dataset(path)]
     return [named] if named.exists() else []
 
 

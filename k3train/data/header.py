@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from k3train.config.section import Section, Strings
+from k3train.data.config import FillInMiddleConfig
 from k3train.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Version 1 has no checksums of blocks, no metadata and no tokens read in place; else it is the same."""
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+"""Version 1 has no checksums of blocks, no metadata and no tokens read in place, version 2 no filling in of the middle;
+else they are the same."""
 
 EXTENTS = "extents.bin"
 """Of a side whose tokens are read in place, int64 [extents, 3]: first token of the side, number of the file, first
@@ -93,6 +95,8 @@ class SourceHeader(Section):
     licence: str
     """Stated by the corpus; "not stated" for a user's own files."""
     files: list[SourceFile]
+    indices: list[SourceFile] = Field(default_factory=list)
+    """The .idx of each .bin of kind megatron; empty in a store of version 2."""
 
 
 class TokenizerHeader(Section):
@@ -111,10 +115,18 @@ class TokenizerHeader(Section):
         return cls(**{name: getattr(tokenizer, name) for name in cls.model_fields})
 
 
+class FillInMiddleHeader(FillInMiddleConfig):
+    """How training documents were rearranged (``data/fill_in_middle.py``)."""
+
+    prefix_id: int
+    middle_id: int
+    suffix_id: int
+
+
 class Header(Section):
     """``header.json``."""
 
-    format_version: Literal[1, 2] = FORMAT_VERSION
+    format_version: Literal[1, 2, 3] = FORMAT_VERSION
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Annotated[int, Field(gt=0)]
     """Tokens in every shard but the last of a split."""
@@ -124,6 +136,8 @@ class Header(Section):
     holdout: float
     holdout_rule: str
     shuffle_seed: int
+    fill_in_middle: FillInMiddleHeader | None = None
+    """None where every document is as its text."""
     source: SourceHeader
     train: SplitHeader
     holdout_split: SplitHeader

@@ -31,8 +31,9 @@ from k3train.data.header import (
     TokenFile,
     TokenizerHeader,
 )
-from k3train.data.store import HEADER, HOLDOUT, OFFSETS, SKIPS, TOKEN_BYTES, TRAIN
-from k3train.data.token_files import Documents, read_array, read_megatron
+from k3train.data.integrity import HEADER
+from k3train.data.store import HOLDOUT, OFFSETS, SKIPS, TOKEN_BYTES, TRAIN
+from k3train.data.token_files import Documents, index_of, read_array, read_megatron
 from k3train.data.tokenizer import Tokenizer
 from k3train.data.writer import is_held_out, write_file
 
@@ -53,6 +54,10 @@ class _Placed(NamedTuple):
     is_held: np.ndarray
     number: np.ndarray
     """In its file, from 1."""
+    low: np.ndarray
+    """Smallest id."""
+    high: np.ndarray
+    """Largest id."""
 
 
 def index(config: DataConfig, tokenizer: Tokenizer, progress: Callable[[Progress], None]) -> None:
@@ -71,13 +76,14 @@ def index(config: DataConfig, tokenizer: Tokenizer, progress: Callable[[Progress
     opened = [_read(Path(path), source) for path in paths]
     total, done, documents = sum(file.bytes for file in files), 0, 0
     held: list[np.ndarray] = []
+    ranges: list[np.ndarray] = []
     for path, file, found in zip(paths, files, opened, strict=True):
-        _check_ids(path, found, tokenizer, source)
+        ranges.append(_check_ids(path, found, tokenizer, source))
         _check_policy(path, found, config, tokenizer)
         held.append(_held(found, config.holdout))
         done, documents = done + file.bytes, documents + len(held[-1])
         progress(Progress(done, total, documents))
-    placed = _place(opened, held)
+    placed = _place(opened, held, ranges)
     if not (~placed.is_held).any():
         raise UserError(f"data.source: no documents are left to train on ({len(placed.file)} are held out)")
     with written_whole(Path(config.place)) as partial:
@@ -132,6 +138,7 @@ def _header(
             on_bad_record=source.on_bad_record,
             licence="not stated",
             files=files,
+            indices=[describe(str(index_of(Path(f.path)))) for f in files] if source.kind == "megatron" else [],
         ),
         train=counts[TRAIN],
         holdout_split=counts[HOLDOUT],
@@ -153,10 +160,20 @@ def _read(path: Path, source: SourceConfig) -> Documents:
     return found
 
 
-def _check_ids(path: str, found: Documents, tokenizer: Tokenizer, source: SourceConfig) -> None:
+def _check_ids(path: str, found: Documents, tokenizer: Tokenizer, source: SourceConfig) -> np.ndarray:
+    """Smallest and largest id of each document, int64 [documents, 2], once all are in the vocabulary."""
+    bounds = found.bounds
+    ranges = np.empty((len(bounds) - 1, 2), np.int64)
+    ranges[:] = np.iinfo(np.int64).max, -1
     for start in range(0, len(found.ids), _BLOCK):
         block = found.ids[start : start + _BLOCK]
-        low, high = int(block.min()), int(block.max())
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        last = int(np.searchsorted(bounds, start + len(block), side="left"))
+        begins = np.maximum(bounds[first:last] - start, 0)
+        lows, highs = np.minimum.reduceat(block, begins), np.maximum.reduceat(block, begins)
+        ranges[first:last, 0] = np.minimum(ranges[first:last, 0], lows)
+        ranges[first:last, 1] = np.maximum(ranges[first:last, 1], highs)
+        low, high = int(lows.min()), int(highs.max())
         if low >= 0 and high < tokenizer.vocab_size:
             continue
         wrong = high if high >= tokenizer.vocab_size else low
@@ -166,6 +183,7 @@ def _check_ids(path: str, found: Documents, tokenizer: Tokenizer, source: Source
             f"{path}: id {wrong} at token {place}, and the tokenizer's ids are 0..{tokenizer.vocab_size - 1}; mend "
             f"data.tokenizer{width}, or bring the tokens that belong to it"
         )
+    return ranges
 
 
 def _check_policy(path: str, found: Documents, config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -196,7 +214,7 @@ def _held(found: Documents, holdout: float) -> np.ndarray:
     return held
 
 
-def _place(opened: list[Documents], held: list[np.ndarray]) -> _Placed:
+def _place(opened: list[Documents], held: list[np.ndarray], ranges: list[np.ndarray]) -> _Placed:
     sizes = [len(found.bounds) - 1 for found in opened]
     return _Placed(
         np.repeat(np.arange(len(opened)), sizes),
@@ -204,6 +222,7 @@ def _place(opened: list[Documents], held: list[np.ndarray]) -> _Placed:
         np.concatenate([np.diff(found.bounds) for found in opened]),
         np.concatenate(held),
         np.concatenate([np.arange(1, size + 1) for size in sizes]),
+        *np.concatenate(ranges).T,
     )
 
 
@@ -218,13 +237,7 @@ def _write_side(
     extents = np.stack([offsets[:-1], part.file, part.start], axis=1)[~follows].astype("<i8")
     widths = np.array([found.ids.dtype.itemsize for found in opened], np.int64)
     origins = np.stack([part.file, part.number, part.start * widths[part.file]], axis=1).astype("<i8")
-    low, high = 0, -1
-    for number, (first, file, start) in enumerate(extents.tolist()):
-        end = int(extents[number + 1, 0]) if number + 1 < len(extents) else int(offsets[-1])
-        for at in range(start, start + end - first, _BLOCK):
-            block = opened[file].ids[at : min(at + _BLOCK, start + end - first)]
-            low = int(block.min()) if high < 0 else min(low, int(block.min()))
-            high = max(high, int(block.max()))
+    low, high = (int(part.low.min()), int(part.high.max())) if len(part.file) else (0, -1)
     tables = [(OFFSETS, offsets), (EXTENTS, extents), (ORIGINS, origins)]
     source_bytes = 0
     if folder.name == HOLDOUT:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from k3train.config.errors import UserError
 from k3train.config.object_store import in_object_store
-from k3train.data.config import DataConfig
+from k3train.data.config import DataConfig, FillInMiddleConfig
 from k3train.data.files import SUFFIXES_OF, describe, find_files, sha256_of
 from k3train.data.header import SourceFile
 from k3train.data.store import Store
@@ -26,6 +26,10 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         ("data.holdout", header.holdout, config.holdout),
         ("data.shuffle_seed", header.shuffle_seed, config.shuffle_seed),
     ]
+    middle = None if config.fill_in_middle is None else config.fill_in_middle.model_dump()
+    made_middle = None if header.fill_in_middle is None else header.fill_in_middle.model_dump()
+    for key in sorted(FillInMiddleConfig.model_fields if middle or made_middle else ()):
+        pairs.append((f"data.fill_in_middle.{key}", (made_middle or {}).get(key), (middle or {}).get(key)))
     if config.source is not None:
         made, wanted = header.source, config.source
         pairs += [
@@ -74,6 +78,11 @@ def _changed_files(store: Store, patterns: tuple[str, ...], suffixes: tuple[str,
             continue
         if _is_changed(name, file):
             faults.append(f"{name}: changed since the store was made")
+    for index in store.header.source.indices:
+        if not Path(index.path).is_file():
+            faults.append(f"{index.path}: gone since the store was made")
+        elif _is_changed(index.path, index):
+            faults.append(f"{index.path}: changed since the store was made")
     return faults if len(faults) <= 5 else [*faults[:5], f"and {len(faults) - 5} more"]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3train.config.errors import UserError
+from k3train.data.fill_in_middle import restored
 from k3train.data.store import Split, Store
 from k3train.data.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ def _symbols(split: Split, store: Store, tokenizer: Tokenizer) -> tuple[np.ndarr
     after = [_EOS] if store.header.add_eos else []
     parts = []
     for index in range(split.documents):
-        text = tokenizer.decode(split.document(index)).encode("utf-8")
+        text = tokenizer.decode(restored(split.document(index), store.header)).encode("utf-8")
         parts.append(np.concatenate([before, np.frombuffer(text, np.uint8), after]).astype(np.int64))
     lengths = np.array([len(part) for part in parts], np.int64)
     return np.concatenate(parts), np.cumsum(lengths) - lengths

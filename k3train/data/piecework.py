@@ -22,6 +22,7 @@ import numpy as np
 
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
+from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.header import SourceFile
 from k3train.data.records import BadRecord, Document, Fields, place
 from k3train.data.sketch import exact_key, signature
@@ -71,6 +72,7 @@ class Work:
             "tokenizer": self.fingerprint,
             "policy": [config.add_bos, config.add_eos, config.holdout, config.shuffle_seed],
             "fields": asdict(self.fields),
+            "fill_in_middle": config.fill_in_middle and config.fill_in_middle.model_dump(),
             "source": [source.corpus, source.on_bad_record, self.duplicates],
             "files": [(file.path, file.bytes, file.sha256, file.version) for file in files],
             "stretch": [piece.start, piece.stop],
@@ -230,6 +232,8 @@ class _PieceWriter:
         self.before = np.array([tokenizer.bos_id] if config.add_bos else [], np.int32)
         self.after = np.array([tokenizer.eos_id] if config.add_eos else [], np.int32)
         self.specials = [id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if id_ is not None]
+        middle = config.fill_in_middle
+        self.fill_in_middle = FillInMiddle(middle, tokenizer) if middle is not None else None
         self.dropped, self.duplicates = dropped, 0
         self.records = self.documents = 0
         self.bad = (folder / BAD).open("w", encoding="utf-8")
@@ -297,26 +301,48 @@ class _PieceWriter:
         batch, self.batch, self.characters = self.batch, [], 0
         digests = [hashlib.sha256(document.text.encode("utf-8")).digest() for document in batch]
         held = [is_held_out(digest, self.work.config.holdout) for digest in digests]
-        texts = [document.text for document, is_held in zip(batch, held, strict=True) if not is_held]
-        encoded = iter(self.tokenizer.encode_batch(texts))
+        learned = [(d.text, digest) for d, digest, is_held in zip(batch, digests, held, strict=True) if not is_held]
+        encoded = iter(self._encode(learned))
         for document, digest, is_held in zip(batch, digests, held, strict=True):
-            ids, spans = self.tokenizer.encode_spans(document.text) if is_held else (next(encoded), None)
-            if not len(ids):
-                reason = "the tokenizer makes nothing of it"
-                bad = BadRecord(
-                    document.file, document.line, document.offset, "no tokens", reason, document.text.encode("utf-8")
-                )
+            if is_held:
+                ids, spans = self.tokenizer.encode_spans(document.text)
+                parts = [ids]
+            else:
+                parts, spans = next(encoded), None
+                ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            bad = self._bad(document, ids)
+            if bad is not None:
                 refused = self._refuse(bad)
                 if refused is not None:
                     return refused
                 continue
             self._check(document, ids)
+            if self.fill_in_middle is not None and not is_held:
+                ids = self.fill_in_middle.join(parts, digest)
             if spans is not None:
                 spans = np.pad(spans, (len(self.before), len(self.after)))
             ids = np.concatenate([self.before, ids, self.after])
             side = self.sides[HOLDOUT if is_held else TRAIN]
             side.add(document, ids, digest, self.work.config.shuffle_seed, spans)
         return None
+
+    def _encode(self, documents: list[tuple[str, bytes]]) -> list[list[np.ndarray]]:
+        """Ids of the parts of each (text, its sha256): one, or three where its middle is stored last."""
+        if self.fill_in_middle is None:
+            return [[ids] for ids in self.tokenizer.encode_batch([text for text, _ in documents])]
+        cut = [self.fill_in_middle.texts(text, digest) for text, digest in documents]
+        encoded = iter(self.tokenizer.encode_batch([part for parts in cut for part in parts]))
+        return [[next(encoded) for _ in parts] for parts in cut]
+
+    def _bad(self, document: Document, ids: np.ndarray) -> BadRecord | None:
+        """The document as a bad record where its ids cannot be stored."""
+        if not len(ids):
+            kind, reason = "no tokens", "the tokenizer makes nothing of it"
+        elif self.fill_in_middle is not None and np.isin(ids, self.fill_in_middle.ids).any():
+            kind, reason = "special token", "its text spells a token of data.fill_in_middle"
+        else:
+            return None
+        return BadRecord(document.file, document.line, document.offset, kind, reason, document.text.encode("utf-8"))
 
     def _check(self, document: Document, ids: np.ndarray) -> None:
         """Text alone makes neither special tokens nor ids past the vocabulary."""

@@ -1,5 +1,6 @@
 """The token store that a config names: made where it is absent, checked where it is there. Imports no JAX."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 from k3train.config.errors import UserError
 from k3train.data.build import Progress, build
 from k3train.data.config import DataConfig
+from k3train.data.fill_in_middle import FillInMiddle
 from k3train.data.folder import clear_leftovers, clear_work, disk_errors, exclusive
 from k3train.data.in_place import index
+from k3train.data.integrity import HEADER, refuse_address
 from k3train.data.match import difference
-from k3train.data.store import HEADER, Store, open_store
+from k3train.data.store import Store, open_store
 from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.data.writer import SHARD_TOKENS
@@ -46,7 +49,12 @@ def prepare(
       UserError: bad input under ``on_bad_record: error`` or too much of it, nothing to train on, a store made
         otherwise, no disk space.
     """
+    refuse_address(config.place)
     folder = Path(config.place)
+    if os.path.islink(folder):  # noqa: PTH114 - Path.is_symlink raises where a name is too long
+        # What takes its place must take that of the folder, not of the link.
+        folder = Path(os.path.realpath(folder))
+        config = config.model_copy(update={"store": str(folder)})
     if config.source is None:
         raise UserError("data.source: nothing to prepare from; name a corpus or files, or an existing data.store")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -147,3 +155,10 @@ def _check_policy(config: DataConfig, tokenizer: Tokenizer) -> None:
                 f"data.{key}: the tokenizer {config.tokenizer.path} names no {key[4:].upper()} token. Set data.{key}: "
                 f"false, or name it as {key[4:]}_token in a tokenizer_config.json beside it"
             )
+    if config.fill_in_middle is not None:
+        if config.source is not None and config.source.kind != "text":
+            raise UserError(
+                f"data.fill_in_middle: tokens of data.source.kind: {config.source.kind} are read as they lie, so no "
+                "document is rearranged; leave it out"
+            )
+        FillInMiddle(config.fill_in_middle, tokenizer)

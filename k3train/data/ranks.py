@@ -56,13 +56,14 @@ class RanksTokenizer:
         tiktoken = need("tiktoken", "data.tokenizer.kind: tiktoken")
         data = file.read_bytes()
         ranks = read_ranks(path, data)
-        specials = _specials(file, len(ranks))
+        self._specials = specials = _specials(file, len(ranks))
         try:
             self._encoding = tiktoken.Encoding(
                 file.name, pat_str=pattern or KIMI, mergeable_ranks=ranks, special_tokens=specials
             )
         except ValueError as error:
             raise UserError(f"data.tokenizer.pattern: {pattern!r} is no regular expression ({error})") from error
+        self._pattern = pattern or KIMI
         self._plain = len(ranks)
         self._lengths = np.array([len(token) for token in ranks], np.int64)
         self.vocab_size = max([len(ranks), *(id_ + 1 for id_ in specials.values())])
@@ -71,9 +72,24 @@ class RanksTokenizer:
         self.fingerprint = fingerprint(self, data + facts)
 
     def encode(self, text: str) -> np.ndarray:
-        """See ``Tokenizer.encode``."""
+        """See ``Tokenizer.encode``.
+
+        Raises:
+          UserError: the pattern does not match all of the text; the library leaves out what it does not.
+        """
         parts = [self._encoding.encode_ordinary(part) for part in cut(text)]
-        return np.asarray(parts[0] if len(parts) == 1 else [id_ for part in parts for id_ in part], np.int32)
+        ids = np.asarray(parts[0] if len(parts) == 1 else [id_ for part in parts for id_ in part], np.int32)
+        if (kept := int(self._lengths[ids].sum())) != (size := len(text.encode("utf-8"))):
+            self._refuse_loss(text, ids, size - kept)
+        return ids
+
+    def _refuse_loss(self, text: str, ids: np.ndarray, lost: int) -> None:
+        kept = self.decode(ids)
+        at = next((i for i, (a, b) in enumerate(zip(text, kept, strict=False)) if a != b), len(kept))
+        raise UserError(
+            f"data.tokenizer.pattern: {self._pattern!r} does not match {text[at : at + 20]!r}, so {lost} bytes of "
+            r"a text would be lost; let it match all text, as one that ends with |[\s\S] does"
+        )
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """See ``Tokenizer.encode_batch``."""
@@ -83,6 +99,10 @@ class RanksTokenizer:
         """See ``Tokenizer.encode_spans``; a token's bytes are known."""
         ids = self.encode(text)
         return ids, self._lengths[ids]
+
+    def special_id(self, name: str) -> int | None:
+        """See ``Tokenizer.special_id``."""
+        return self._specials.get(name)
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """See ``Tokenizer.decode``; special ids and those outside the vocabulary are dropped."""

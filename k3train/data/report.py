@@ -1,8 +1,10 @@
 """A store as a person reads it: counts, and rows with their documents, specials and padding. Imports no JAX."""
 
+import json
 import shutil
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.text import Text
 
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
+from k3train.data.fill_in_middle import stored_names
 from k3train.data.mixture import mixture_of
 from k3train.data.pack import Chunks, RowPlan
 from k3train.data.reading import Reading, reading_of
@@ -48,6 +51,12 @@ def report(store: Store, out: Console) -> None:
         f"BOS {'added' if header.add_bos else 'not added'}, EOS {'added' if header.add_eos else 'not added'}",
         soft_wrap=True,
     )
+    if (middle := header.fill_in_middle) is not None:
+        out.print(
+            f"fill in the middle: {middle.rate:g} of the training documents, {middle.spm_rate:g} of them suffix first; "
+            f"cut at a {middle.boundaries}, seed {middle.seed}",
+            soft_wrap=True,
+        )
     source = header.source
     what = (
         f"corpus {source.corpus}" if source.corpus else f"{len(source.files)} file(s) of {', '.join(source.patterns)}"
@@ -136,7 +145,9 @@ def show_rows(
     for title, name, plan, row in places:
         batch = plan.cut(np.array([row]))
         out.rule(_title(title, batch))
-        out.print(_row_text(batch, stores.by_name[name], tokenizer), soft_wrap=True)
+        out.print(_sources(plan, row), soft_wrap=True)
+        marks = out.color_system is None
+        out.print(_row_text(batch, stores.by_name[name], tokenizer, marks=marks), soft_wrap=True)
 
 
 def _of(source: str) -> str:
@@ -156,20 +167,62 @@ def _held_out_rows(stores: Stores, sequence_length: int, first: int, stop: int) 
 
 
 def _title(name: str, batch: Batch) -> str:
-    padding = int((batch.segment_ids == 0).sum())
+    padding, masked = int((batch.segment_ids == 0).sum()), int(_masked(batch).sum())
     parts = [name, f"{int(batch.segment_ids.max())} document(s)", f"{int(batch.loss_mask.sum())} targets"]
+    parts += [f"{masked} masked"] if masked else []
     return ", ".join([*parts, f"{padding} padding"] if padding else parts)
 
 
-def _row_text(batch: Batch, store: Store, tokenizer: Tokenizer | None) -> Text:
-    """One row: documents in changing colours with a mark between them, specials named, padding counted."""
-    tokens, segments = batch.tokens[0], batch.segment_ids[0]
+def _masked(batch: Batch) -> np.ndarray:
+    """Which tokens of the only row go on with a document but are no target of the loss, bool [S]."""
+    segments = batch.segment_ids[0]
+    masked = np.zeros(len(segments), bool)
+    masked[1:] = (segments[1:] == segments[:-1]) & (segments[1:] > 0) & ~batch.loss_mask[0, :-1]
+    return masked
+
+
+def _sources(plan: RowPlan, row: int) -> Text:
+    """A line for each document of a row: where it came from, which of its tokens are here, its metadata."""
+    split, text, room = plan.split, Text(), plan.sequence_length
+    offsets = split.doc_offsets
+    lines = []
+    for start, stop in plan.stretches(row):
+        stop = min(stop, start + room)
+        room -= stop - start
+        first = int(np.searchsorted(offsets, start, side="right")) - 1
+        for document in range(first, int(np.searchsorted(offsets, stop, side="left"))):
+            begin, end = offsets[document : document + 2].tolist()
+            lines.append((document, max(start, begin) - begin, min(stop, end) - begin, end - begin))
+    for number, (document, begin, end, tokens) in enumerate(lines, 1):
+        origin, metadata = split.origin(document), split.metadata(document)
+        where = f"{origin.file}:{origin.line}" if origin else "origin not known"
+        part = f"{tokens:,} tokens" if (begin, end) == (0, tokens) else f"tokens {begin:,} to {end:,} of {tokens:,}"
+        about = f"  {json.dumps(metadata, ensure_ascii=False)}" if metadata else ""
+        text.append(f"■ {number} ", style=_STYLES[(number - 1) % len(_STYLES)])
+        text.append(_printable(f"{where}  document {document:,}, {part}{about}"), style="dim")
+        text.append("\n" if number < len(lines) else "")
+    return text
+
+
+def _row_text(batch: Batch, store: Store, tokenizer: Tokenizer | None, *, marks: bool) -> Text:
+    """One row: documents in changing colours with a mark between them, specials named, padding counted.
+
+    Masked tokens are dimmed, and stand in ⟦⟧ where there are no colours (``marks``).
+    """
+    tokens, segments, masked = batch.tokens[0], batch.segment_ids[0], _masked(batch)
     text = Text()
     for segment in range(1, int(segments.max()) + 1):
         style = _STYLES[(segment - 1) % len(_STYLES)]
         if segment > 1:
             text.append("\n┄┄┄┄ next document ┄┄┄┄\n", style="dim")
-        text.append(_readable(tokens[segments == segment], store, tokenizer), style=style)
+        ids, hidden = tokens[segments == segment], masked[segments == segment]
+        bounds = [0, *(np.flatnonzero(np.diff(hidden)) + 1).tolist(), len(ids)]
+        for start, stop in pairwise(bounds):
+            part = _readable(ids[start:stop], store, tokenizer)
+            if hidden[start]:
+                text.append(f"⟦{part}⟧" if marks else part, style=f"dim {style}")
+            else:
+                text.append(part, style=style)
     padding = int((segments == 0).sum())
     if padding:
         text.append(f"\n‹padding x {padding}›", style="dim")
@@ -178,7 +231,7 @@ def _row_text(batch: Batch, store: Store, tokenizer: Tokenizer | None) -> Text:
 
 def _readable(ids: np.ndarray, store: Store, tokenizer: Tokenizer | None) -> str:
     made_by = store.header.tokenizer
-    names = {made_by.bos_id: "‹bos›", made_by.eos_id: "‹eos›"}
+    names = {made_by.bos_id: "‹bos›", made_by.eos_id: "‹eos›"} | stored_names(store.header.fill_in_middle)
     special = np.flatnonzero(np.isin(ids, [id_ for id_ in names if id_ is not None]))
     parts, start = [], 0
     for place in [*special.tolist(), len(ids)]:
@@ -188,5 +241,9 @@ def _readable(ids: np.ndarray, store: Store, tokenizer: Tokenizer | None) -> str
         if place < len(ids):
             parts.append(names[int(ids[place])])
         start = place + 1
-    # Control characters would move the terminal's cursor; line ends and tabs are wanted.
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in "".join(parts))
+    return _printable("".join(parts))
+
+
+def _printable(text: str) -> str:
+    """Control characters would move the terminal's cursor; line ends and tabs are wanted."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -14,14 +14,12 @@ holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token st
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from k3train.config.errors import UserError
 from k3train.data.header import (
@@ -30,15 +28,13 @@ from k3train.data.header import (
     METADATA_OFFSETS,
     ORIGIN_NAMES,
     ORIGINS,
-    READABLE_VERSIONS,
-    FileEntry,
     Header,
     SplitHeader,
     TokenFile,
 )
+from k3train.data.integrity import CURE, damage, read_header, refuse_address
 from k3train.data.tokenizer import Tokenizer
 
-HEADER = "header.json"
 SKIPS = "skips.jsonl"
 TRAIN, HOLDOUT = "train", "holdout"
 OFFSETS = "doc_offsets.bin"
@@ -175,9 +171,6 @@ class Split:
         return self.read(int(self.doc_offsets[index]), int(self.doc_offsets[index + 1]))
 
 
-CURE = "Delete the folder and prepare it again (k3train data prepare)"
-
-
 class InPlaceSplit(Split):
     """One side of a store whose tokens lie in files of others."""
 
@@ -290,7 +283,7 @@ class Store:
             with (self.path / entry.name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != entry.sha256:
-                where = _damage(self.path / entry.name, entry)
+                where = damage(self.path / entry.name, entry)
                 raise UserError(f"{self.path / entry.name}: contents differ from the header's checksum{where}. {CURE}")
         for tokens in self.header.token_files:
             if most is not None and read + tokens.bytes > most:
@@ -313,6 +306,7 @@ def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: To
       UserError: no store, a broken header, a file missing or of the wrong size, ids past ``vocab_size``, another
         tokenizer.
     """
+    refuse_address(path)
     path = Path(path)
     try:
         return _open(path, vocab_size, tokenizer)
@@ -321,7 +315,7 @@ def open_store(path: str | Path, *, vocab_size: int | None = None, tokenizer: To
 
 
 def _open(path: Path, vocab_size: int | None, tokenizer: Tokenizer | None) -> Store:
-    store = Store(path, _read_header(path))
+    store = Store(path, read_header(path))
     for entry in store.header.files:
         file = path / entry.name
         if not file.is_file():
@@ -335,45 +329,6 @@ def _open(path: Path, vocab_size: int | None, tokenizer: Tokenizer | None) -> St
     if tokenizer is not None:
         store.check_tokenizer(tokenizer)
     return store
-
-
-def _read_header(path: Path) -> Header:
-    file = path / HEADER
-    if not file.is_file():
-        raise UserError(
-            f"{path}: no token store here (no {HEADER}). Prepare it (k3train data prepare) or mend data.store"
-        )
-    try:
-        text = file.read_text(encoding="utf-8")
-        version = json.loads(text).get("format_version")
-        if version not in READABLE_VERSIONS:
-            known = " and ".join(map(str, READABLE_VERSIONS))
-            raise UserError(f"{file}: format version {version}, but this k3train reads {known}. {CURE}")
-        return Header.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"{file}: broken header ({'.'.join(map(str, first['loc']))}: {first['msg']}). {CURE}"
-        ) from error
-    except (ValueError, AttributeError) as error:
-        reason = str(error).replace("\n", " ")
-        raise UserError(f"{file}: broken header ({reason}). {CURE}") from error
-
-
-def _damage(file: Path, entry: FileEntry) -> str:
-    """Which blocks of a damaged file differ, for the message; nothing where that is not known."""
-    if not entry.block_bytes:
-        return ""
-    wrong = []
-    with file.open("rb") as opened:
-        for number, crc in enumerate(entry.blocks):
-            if f"{zlib.crc32(opened.read(entry.block_bytes)):08x}" != crc:
-                wrong.append(number)
-    if not wrong:
-        return ""
-    first = wrong[0] * entry.block_bytes
-    stop = min(first + entry.block_bytes, entry.bytes)
-    return f" in {len(wrong)} of {len(entry.blocks)} blocks, the first being bytes {first} to {stop}"
 
 
 def _check_split(split: Split, listed: set[str]) -> None:

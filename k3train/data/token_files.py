@@ -30,13 +30,18 @@ class Documents:
     """int64 [documents + 1]: first token of each, then the count of tokens; no document is empty."""
 
 
+def index_of(path: Path) -> Path:
+    """The .idx of a Megatron .bin."""
+    return path.with_suffix(".idx")
+
+
 def read_megatron(path: Path) -> Documents:
     """Documents of a .bin whose .idx lies beside it.
 
     Raises:
       UserError: one of the two is missing, broken off, of another format, or they do not belong together.
     """
-    index = path.with_suffix(".idx")
+    index = index_of(path)
     if not index.is_file():
         raise UserError(f"{index}: not there; a Megatron .bin is read with the .idx of the same name beside it")
     data = index.read_bytes()

@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """Ids of ``text`` and the UTF-8 bytes that each stands for: int32 [n], int64 [n], summing to all bytes."""
         ...
 
+    def special_id(self, name: str) -> int | None:
+        """Id of the added token of that name; None where there is none."""
+        ...
+
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """Text of ``ids`` without special tokens; broken UTF-8 becomes U+FFFD."""
         ...
@@ -66,6 +70,10 @@ class ByteTokenizer:
         ids = self.encode(text)
         return ids, np.ones(len(ids), np.int64)
 
+    def special_id(self, name: str) -> int | None:
+        """See ``Tokenizer.special_id``: its three have no names."""
+        return None
+
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """See ``Tokenizer.decode``; ids past the bytes are dropped."""
         values = np.asarray(ids, np.int64).reshape(-1)
@@ -94,8 +102,8 @@ class HuggingFaceTokenizer:
             raise UserError(f"{path}: the tokenizer has no vocabulary")
         if self.vocab_size > _MOST_IDS:
             raise UserError(f"{path}: token id {self.vocab_size - 1} does not fit 32 bits; the file is damaged")
-        added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self.bos_id, self.eos_id, self.pad_id = find_specials(file, added)
+        self._added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self.bos_id, self.eos_id, self.pad_id = find_specials(file, self._added)
         self.fingerprint = fingerprint(self, file.read_bytes())
 
     def encode(self, text: str) -> np.ndarray:
@@ -120,6 +128,10 @@ class HuggingFaceTokenizer:
         ends = before[np.maximum.accumulate(np.asarray([end for _, end in encoding.offsets], np.int64))]
         ends[-1] = before[-1]
         return ids, np.diff(ends, prepend=0)
+
+    def special_id(self, name: str) -> int | None:
+        """See ``Tokenizer.special_id``."""
+        return self._added.get(name)
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
         """See ``Tokenizer.decode``; ids outside the vocabulary are dropped."""

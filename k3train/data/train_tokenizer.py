@@ -22,11 +22,15 @@ from k3train.data.special_tokens import CONFIG
 from k3train.data.writer import is_held_out
 
 SPECIALS = {"bos_token": "[BOS]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
-LEAST = 256 + len(SPECIALS)
 
 
 def train_tokenizer(
-    config: DataConfig, vocab_size: int, out: Path, most_bytes: int, say: Callable[[str], None] = print
+    config: DataConfig,
+    vocab_size: int,
+    out: Path,
+    most_bytes: int,
+    say: Callable[[str], None] = print,
+    more_specials: tuple[str, ...] = (),
 ) -> Path:
     """Train and write ``out`` (a tokenizer.json), with a tokenizer_config.json beside it.
 
@@ -36,16 +40,26 @@ def train_tokenizer(
       out: the file.
       most_bytes: UTF-8 bytes of text to learn from, the first ones of the sources.
       say: receives lines for a person.
+      more_specials: names of further special tokens, as ``data.fill_in_middle`` needs them; they follow the three.
 
     Raises:
       UserError: bad input (as in ``prepare``), no text, too few ids, or the library is missing.
     """
-    if vocab_size < LEAST:
-        raise UserError(f"--vocab-size {vocab_size}: 256 bytes and {len(SPECIALS)} special tokens need {LEAST}")
+    specials = [*SPECIALS.values(), *more_specials]
+    if len(set(specials)) < len(specials) or "" in specials:
+        raise UserError(f"--special-token: {', '.join(more_specials)}: each needs a name that no other token has")
+    if vocab_size < 256 + len(specials):
+        raise UserError(
+            f"--vocab-size {vocab_size}: 256 bytes and {len(specials)} special tokens need {256 + len(specials)}"
+        )
     if config.source is None or config.source.kind != "text":
         raise UserError("data.source: a tokenizer is trained on text; name a corpus or files of kind: text")
-    if out.exists():
-        raise UserError(f"{out}: there is one already; move it away, or name another with --out")
+    for file in (out, out.with_name(CONFIG)):
+        if file.exists():
+            raise UserError(
+                f"{file}: there is one already, and {CONFIG} is written beside the tokenizer; move it away, or name "
+                "another folder with --out"
+            )
     library = need("tokenizers", "data train-tokenizer", extra="hf")
     tokenizer = library.Tokenizer(library.models.BPE())
     cut = library.pre_tokenizers.Split(library.Regex(KIMI), behavior="isolated")
@@ -54,7 +68,7 @@ def train_tokenizer(
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIALS.values()),
+        special_tokens=specials,
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

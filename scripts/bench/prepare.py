@@ -2,9 +2,9 @@
 
     python scripts/bench/prepare.py CONFIG --runs 5 data.tokenizer.kind=huggingface data.tokenizer.path=tokenizer.json
 
-Alone, the library gets the texts from memory, in batches of 512, with as many threads as cores. ``prepare`` reads the
-sources, tokenizes, splits, shuffles and writes a store with its checksums, into a temporary folder. The runs take
-turns, the library first in every other pair; medians are compared. Goal: 90 %.
+Alone, the library gets the texts from memory, in batches (``--batch``), with as many threads as cores. ``prepare``
+reads the sources, tokenizes, splits, shuffles and writes a store with its checksums, into a temporary folder; it must
+have made as many tokens. The runs take turns, the library first in every other pair; medians are compared. Goal: 90 %.
 """
 
 import argparse
@@ -27,8 +27,6 @@ from k3train.data.tokenizer import load_tokenizer
 from k3train.data.workers import cores
 from k3train.experiment import Experiment
 
-_BATCH = 512
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the stores are written (default: the temporary folder)")
+    parser.add_argument("--batch", type=int, default=512, help="documents that the library alone gets at a time")
     parser.add_argument("--json", type=Path)
     return parser.parse_intermixed_args()
 
@@ -79,7 +78,7 @@ def main() -> None:
     texts, library = texts_of(config), library_of(config)
     size = sum(len(text.encode("utf-8")) for text in texts)
     taken: dict[str, list[float]] = {"library": [], "prepare": []}
-    batches = [texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH)]
+    batches = [texts[i : i + args.batch] for i in range(0, len(texts), args.batch)]
 
     def alone() -> int:
         return sum(library(batch) for batch in batches)
@@ -88,7 +87,11 @@ def main() -> None:
 
     def prepared() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            prepare(config.model_copy(update={"store": f"{folder}/store"}), say=lambda _: None)
+            header = prepare(config.model_copy(update={"store": f"{folder}/store"}), say=lambda _: None).header
+        sides = header.train, header.holdout_split
+        added = (header.add_bos + header.add_eos) * sum(side.documents for side in sides)
+        if sum(side.tokens for side in sides) - added != tokens:
+            raise UserError(f"prepare stored other tokens than the library's {tokens:,}: no comparison")
 
     for run in range(args.runs):
         pair = [("library", alone), ("prepare", prepared)]
@@ -98,11 +101,12 @@ def main() -> None:
     print(
         f"{len(texts):,} documents, {size / 1e6:.1f} MB, {tokens:,} tokens; {cores()} cores; {args.runs} runs of each"
     )
-    for name, values in taken.items():
-        spread = f"{min(values):.2f} .. {max(values):.2f}"
-        print(f"{name:8} {medians[name]:8.2f} s ({spread})  {tokens / medians[name] / 1e6:7.3f} Mtok/s")
     ratio = medians["library"] / medians["prepare"]
-    print(f"prepare reaches {ratio:.1%} of the library alone")
+    print("\n| what | median, s | least to most, s | Mtok/s | of the library |\n|---|---|---|---|---|")
+    for name, values in taken.items():
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        speed, share = tokens / medians[name] / 1e6, medians["library"] / medians[name]
+        print(f"| {name} | {medians[name]:.2f} | {spread} | {speed:.3f} | {share:.1%} |")
     if args.json:
         args.json.write_text(json.dumps({"tokens": tokens, "bytes": size, "seconds": taken, "ratio": ratio}))
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -94,6 +95,19 @@ def test_inspect_a_folder_and_its_held_out_padding(prepared, tmp_path, capsys):
     assert main(["data", "inspect", folder, "data.holdout=1"]) == 30
     for option in (["--rows", "-1"], ["--sample", "99999999999999999999"], ["--sequence-length", "0"]):
         assert main(["data", "inspect", folder, *option]) == 2
+
+
+def test_stats_of_an_experiment_and_of_a_folder(prepared, tmp_path, capsys):
+    assert main(["data", "stats", prepared]) == 0
+    out = capsys.readouterr().out
+    for part in ("rows of 64 tokens", "best_fit", "◄ a row", "longest documents, holdout", ".txt:1"):
+        assert part in out
+    assert main(["data", "stats", str(tmp_path / "store"), "--json", "--longest", "1"]) == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["sequence_length"] == 512 and len(stats["train"]["longest"]) == 1
+    assert stats["train"]["documents"] + stats["holdout"]["documents"] == 40
+    for option in (["--longest", "-1"], ["--sequence-length", "0"]):
+        assert main(["data", "stats", prepared, *option]) == 2
 
 
 def test_inspect_without_a_store(experiment, capsys):

@@ -243,3 +243,21 @@ def test_too_many_bad_records_stop_it(tmp_path, make_config, bad, share, passes)
     said = []
     prepare(make_config(source=source | {"max_bad_share": 0.5}), say=said.append)
     assert said == ["1 of 1 pieces were tokenized before; going on from there"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("doubled", ["text", "url"])
+def test_a_doubled_column(tmp_path, make_config, kind, doubled):
+    names = ["text", doubled, "url"]
+    table = pa.Table.from_arrays([pa.array(["a", "b"]) for _ in names], names=names)
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with file.open("wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+            writer.write_table(table)
+    source = {"files": [str(file)], "metadata_fields": ["url"]}
+    with pytest.raises(UserError, match=rf"a.{kind}: row 1: doubled column: '{doubled}' names 2 columns"):
+        prepare(make_config(source=source), say=quiet)
+    if doubled == "url":
+        assert prepare(make_config([file]), say=quiet).train.documents == 2

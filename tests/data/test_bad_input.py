@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 from pydantic import ValidationError
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.config import DataConfig
-from k3train.data.prepare import prepare
+from k3train.data.prepare import ensure_store, prepare
 
 from .conftest import quiet
 
@@ -179,3 +180,35 @@ def test_bytes_of_the_text_are_kept_exactly(tmp_path, make_config):
     (tmp_path / "a.txt").write_bytes(data)
     store = run(make_config([tmp_path / "a.txt"], add_bos=False, add_eos=False))
     assert bytes(store.train.document(0).tolist()) == data
+
+
+@pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
+def test_a_pipe_or_a_device_is_no_source(tmp_path, make_config, pattern):
+    """One would wait for ever, the other never end."""
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match=r"a.jsonl is a pipe or a device, not a file"):
+        prepare(make_config([tmp_path / pattern]), say=quiet)
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"a.jsonl is a pipe or a device, not a file"):
+        prepare(make_config([tmp_path / pattern]), say=quiet)
+
+
+@pytest.mark.parametrize("address", ["ftp://host/a.jsonl", "ftp://host/*.jsonl"])
+def test_an_address_that_nobody_knows_is_a_fault_of_the_config(make_config, address):
+    with pytest.raises(UserError, match="no such object store") as error:
+        prepare(make_config(source={"files": [address]}), say=quiet)
+    assert error.value.exit_code == ExitCode.CONFIG
+
+
+def test_a_store_in_an_object_store(tmp_path, make_config, monkeypatch):
+    """It used to become a local folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    config = make_config([tmp_path / "a.txt"], store="s3://bucket/store")
+    for call in (prepare, ensure_store):
+        with pytest.raises(UserError, match=r"data.store: s3://bucket/store is no place for a token store"):
+            call(config, say=quiet)
+    with pytest.raises(UserError, match=r"is no place for a token store"):
+        ensure_store(config.model_copy(update={"source": None}), say=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -1,6 +1,9 @@
 """Rows of whole documents: nothing lost, nothing twice, as tight as best-fit decreasing, and the same every time."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -126,3 +129,39 @@ def test_documents_left_out_are_counted(tmp_path, make_config):
     config = make_config([tmp_path / f"{name}.txt" for name in ("a", "b", "cde")], add_bos=False, add_eos=False)
     store = prepare(config, say=quiet)
     assert "2 documents of one token are left out" in BestFit(store.train, 2).summary
+
+
+def test_what_killed_processes_left_goes_and_what_is_being_written_stays(store, tmp_path):
+    shutil.copytree(store.path, tmp_path / "store", ignore=shutil.ignore_patterns(FOLDER))
+    split = type(store)(tmp_path / "store", store.header).train
+    old, new = (tmp_path / "store" / FOLDER / f".train-32-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "rows.bin").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert BestFit(split, 32).rows
+    assert not old.exists() and new.exists()
+
+
+PROCESS = """
+import sys
+from k3train.data.best_fit import BestFit
+from k3train.data.store import open_store
+plan = BestFit(open_store(sys.argv[1]).train, 32)
+print("ready", flush=True)
+sys.stdin.readline()
+print(plan.table.stretches.tolist() == BestFit(plan.split, 32).table.stretches.tolist(), plan.rows, flush=True)
+"""
+
+
+def test_several_processes_make_one_plan(store, tmp_path):
+    """All at once, over a store without one."""
+    shutil.copytree(store.path, tmp_path / "store", ignore=shutil.ignore_patterns(FOLDER))
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "store")]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    said = [process.communicate("\n", timeout=120)[0] for process in processes]
+    assert said == [f"True {BestFit(store.train, 32).rows}\n"] * 3
+    assert len(list((tmp_path / "store" / FOLDER).iterdir())) == 1

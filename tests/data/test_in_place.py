@@ -109,6 +109,41 @@ def test_a_changed_file_is_noticed(texts, tmp_path, make_config):
         open_store(config.store)
 
 
+@pytest.mark.parametrize("holdout", [0.0, 0.3, 0.99])
+def test_the_range_of_ids_of_each_side(texts, tmp_path, make_config, monkeypatch, holdout):
+    """Found in one reading, whatever the blocks of it cut."""
+    monkeypatch.setattr("k3train.data.in_place._BLOCK", 37)
+    store = prepare(make_config(source=megatron_files(tmp_path, texts), holdout=holdout), say=quiet)
+    for split in (store.train, store.holdout):
+        ids = split.read(0, split.tokens)
+        assert (split.counts.min_id, split.counts.max_id) == ((ids.min(), ids.max()) if len(ids) else (0, -1))
+
+
+def test_a_megatron_pair_that_changes_is_noticed(tmp_path, make_config):
+    """Either file of it: contents, length, absence."""
+    documents = [[ids_of("text")], [ids_of("more")], [ids_of("rest")]]
+    megatron(tmp_path / "a.bin", documents)
+    config = make_config(source={"kind": "megatron", "files": [f"{tmp_path}/a.bin"]})
+    ensure_store(config, say=quiet)
+    ensure_store(config, say=quiet)
+    good = {name: (tmp_path / name).read_bytes() for name in ("a.bin", "a.idx")}
+    megatron(tmp_path / "a.bin", [[ids_of("text"), ids_of("more")], [ids_of("rest")]])  # the same .bin
+    assert (tmp_path / "a.bin").read_bytes() == good["a.bin"]
+    with pytest.raises(UserError, match=r"a.idx: changed since the store was made(.|\n)*--replace"):
+        ensure_store(config, say=quiet)
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(UserError, match=r"a.idx: gone since the store was made"):
+        ensure_store(config, say=quiet)
+    (tmp_path / "a.idx").write_bytes(good["a.idx"])
+    ensure_store(config, say=quiet)
+    for data, says in ((good["a.bin"][:-2], r"a.bin: \d+ bytes, and it had"), (good["a.bin"][::-1], r"a.bin: changed")):
+        (tmp_path / "a.bin").write_bytes(data)
+        with pytest.raises(UserError, match=says):
+            ensure_store(config, say=quiet)
+    (tmp_path / "a.bin").write_bytes(good["a.bin"])
+    assert prepare(config, replace=True, say=quiet).train.documents == 3
+
+
 def raw(folder, data, **source):
     (folder / "a.bin").write_bytes(data)
     return {"kind": "token_array", "files": [f"{folder}/a.bin"], "token_type": "uint16"} | source

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
+from k3train.data import workers
 from k3train.data.piecework import Work, finished
 from k3train.data.prepare import prepare
 from k3train.data.workers import Workers
@@ -219,19 +221,63 @@ def test_errors_of_workers_are_the_errors_of_one_process(make_config, tmp_path, 
     config = config_of(make_config, corpus)
     work = Work(config, [], tmp_path, "<u2", "", "")
     says = r"failed:\nTraceback(.|\n)*KeyError: 'do'"
-    with Workers(2, work.dump(), lambda _: None) as workers, pytest.raises(RuntimeError, match=says):
-        list(workers.map([{}]))
-    with Workers(2, work.dump(), lambda _: None) as workers:
-        for process in workers._processes:
+    with Workers(2, work.dump(), lambda _: None) as started, pytest.raises(RuntimeError, match=says):
+        list(started.map([{}]))
+    with Workers(2, work.dump(), lambda _: None) as started:
+        for process in started._processes:
             process.kill()
         with pytest.raises(UserError, match=r"was killed by signal 9 .*run it again and it goes on there"):
-            list(workers.map([{}, {}]))
-    with Workers(2, work.dump(), lambda _: None) as workers:
+            list(started.map([{}, {}]))
+    with Workers(2, work.dump(), lambda _: None) as started:
         job = {"do": "shard", "folders": [], "plan": "none.npy", "out": str(tmp_path)}
         with pytest.raises(FileNotFoundError):
-            list(workers.map([job]))
+            list(started.map([job]))
     assert not [pid for pid in children(os.getpid()) if not is_dead(int(pid)) and is_worker(pid)]
 
 
 def is_worker(pid: str) -> bool:
     return b"k3train.data.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_kill_9_again_and_again_at_moments_that_nobody_chose(make_config, corpus, alone, tmp_path):
+    """The parent of two workers is killed ever later, each time going on where the last was."""
+    code = KILLED.replace("where, after = sys.argv[2], int(sys.argv[3])", 'where, after = "none", 0')
+    code = code.replace("here())", "None)").replace("(here(), write(*a))[1]", "write(*a)")
+    config = config_of(make_config, corpus)
+    random, killed = np.random.default_rng(), 0
+    for least in (0.2, 0.4, 0.6, 0.8):
+        child = subprocess.Popen([sys.executable, "-c", code, config.model_dump_json()])
+        time.sleep(least + random.uniform(0, 0.3))
+        child.kill()
+        killed += child.wait() == -signal.SIGKILL
+        assert not Path(config.store).exists() or files_of(Path(config.store)) == alone
+    assert killed
+    store = prepare(config, say=quiet, shard_tokens=9973, piece_bytes=PIECE)
+    assert files_of(store.path) == alone
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".store.lock", "store"]
+
+
+def test_a_worker_that_dies_at_work_ends_the_prepare_at_once(make_config, corpus, tmp_path, monkeypatch):
+    config = config_of(make_config, corpus)
+    alive: list[int] = []
+    start = workers._start
+
+    def watched(setup):
+        process = start(setup)
+        alive.append(process.pid)
+        return process
+
+    def kill_one(progress):
+        if progress.documents > 100 and len(alive) == 2:
+            os.kill(alive.pop(), signal.SIGKILL)
+
+    monkeypatch.setattr(workers, "_start", watched)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"a worker of data prepare was killed by signal 9 .*run it again and it goes"):
+        prepare(config, say=quiet, piece_bytes=PIECE, progress=kill_one)
+    assert time.monotonic() - began < 60
+    assert not Path(config.store).exists()
+    assert not [pid for pid in children(os.getpid()) if not is_dead(int(pid)) and is_worker(pid)]
+    said = []
+    assert prepare(config, say=said.append, piece_bytes=PIECE).train.documents
+    assert "pieces were tokenized before" in said[0]

@@ -295,3 +295,16 @@ def test_two_prepares_at_once_make_one(text_files, make_config):
         thread.join()
     assert time.monotonic() - started < 60
     open_store(config.store).verify()
+
+
+def test_replace_behind_a_link(text_files, make_config, tmp_path):
+    """The folder that the link leads to is replaced, and the link stays."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk" / "tokens")  # as yet to nothing
+    first = prepare(make_config(text_files), say=quiet)
+    for _ in range(2):
+        again = prepare(make_config(text_files, shuffle_seed=1), replace=True, say=quiet)
+        assert (tmp_path / "store").is_symlink() and again.fingerprint != first.fingerprint
+        assert ensure_store(make_config(text_files, shuffle_seed=1), say=quiet).fingerprint == again.fingerprint
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "store"]
+        assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == [".tokens.lock", "tokens"]

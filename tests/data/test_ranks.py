@@ -160,3 +160,18 @@ def test_a_pattern_that_is_none(ranks_file):
 def test_a_pattern_is_for_ranks_only(ranks_file):
     with pytest.raises(ValueError, match=r"tokenizer.pattern is for kind: tiktoken"):
         TokenizerConfig(kind="huggingface", path="tokenizer.json", pattern="x")
+
+
+@pytest.mark.parametrize("pattern", [r"[a-z]+", r"\S+", r"[^\n]+"])
+def test_a_pattern_that_does_not_cover_all_text_is_refused(ranks_file, pattern):
+    """The library passes over what it does not match, without a word."""
+    with pytest.raises(UserError, match=r"data.tokenizer.pattern: .* does not match .* bytes of a text would be lost"):
+        RanksTokenizer(str(ranks_file), pattern)
+
+
+def test_text_that_only_one_document_has(ranks_file):
+    tokenizer = RanksTokenizer(str(ranks_file), r"[^\x00]+")
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+    with pytest.raises(UserError, match=r"does not match '\\x00b', so 1 bytes of a text would be lost"):
+        tokenizer.encode("a\x00b")
+    assert len(RanksTokenizer(str(ranks_file), r"[^\x00]+|[\s\S]").encode("a\x00b")) == 3

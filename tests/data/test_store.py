@@ -156,7 +156,7 @@ def test_offsets_that_go_back(copied):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format_version": 3}, "format version 3, but this k3train reads 1 and 2"),
+        ({"format_version": 4}, "format version 4, but this k3train reads 1 to 3"),
         ({"dtype": "<f4"}, "broken header"),
         ({"surprise": 1}, "broken header"),
         ({"shard_tokens": 2000}, "agree|not listed"),

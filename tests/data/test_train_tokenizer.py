@@ -88,3 +88,25 @@ def test_the_command(text_files, tmp_path, capsys, root, monkeypatch):
     arguments = ["data", "train-tokenizer", "e.yaml", *pattern, "--vocab-size", "300", "--out", "t/tokenizer.json"]
     assert main(arguments) == 0
     assert "t/tokenizer.json: 300 ids, learned from" in capsys.readouterr().out
+
+
+def test_a_tokenizer_config_is_left_alone(text_files, make_config, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("mine")
+    with pytest.raises(UserError, match=r"tokenizer_config.json: there is one already, and .* is written beside"):
+        train_tokenizer(make_config(text_files), 300, tmp_path / "tokenizer.json", 1 << 20, quiet)
+    assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_more_special_tokens_serve_fill_in_middle(text_files, make_config, tmp_path):
+    names = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
+    config = make_config(text_files)
+    file = train_tokenizer(config, 320, tmp_path / "tokenizer.json", 1 << 20, quiet, names)
+    tokenizer = {"kind": "huggingface", "path": str(file)}
+    store = prepare(make_config(text_files, tokenizer=tokenizer, fill_in_middle={"rate": 1.0}), say=quiet)
+    made = store.header.fill_in_middle
+    assert made is not None and (made.prefix_id, made.middle_id, made.suffix_id) == (3, 4, 5)
+    assert all((store.train.document(i) == 4).sum() == 1 for i in range(store.train.documents))
+    for wrong in (("[EOS]",), ("a", "a"), ("",)):
+        with pytest.raises(UserError, match="each needs a name that no other token has"):
+            train_tokenizer(config, 320, tmp_path / "other" / "tokenizer.json", 1 << 20, quiet, wrong)
