@@ -10,6 +10,7 @@ from k3train.data.report import _masked, _row_text, show_rows
 from k3train.data.rows import plan_rows
 from k3train.data.stats import histogram, store_stats
 from k3train.data.stats_report import bar, print_stats
+from k3train.data.stores import Stores
 from k3train.data.tokenizer import ByteTokenizer
 
 from .conftest import quiet
@@ -80,10 +81,12 @@ def test_inspect_lists_origin_part_and_metadata(tmp_path, make_config):
     lines = [{"text": f"{i} " * 40, "url": f"site/{i}\x1b[2J"} for i in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     source = {"files": [str(tmp_path / "a.jsonl")], "metadata_fields": ["url"]}
-    store = prepare(make_config(source=source), say=quiet)
+    config = make_config(source=source)
+    store = prepare(config, say=quiet)
     for packing in ("concat", "best_fit"):
         out = recorded()
-        show_rows(store, ByteTokenizer(), out, 50, packing, rows=3, sample=0, holdout=False)
+        shown = config.model_copy(update={"sequence_length": 50, "packing": packing})
+        show_rows(Stores({"": store}), ByteTokenizer(), out, shown, rows=3, sample=0, holdout=False)
         text = out.export_text()
         assert '{"url": "site/' in text and "\x1b" not in text and "■ 1 " in text
         plan = plan_rows(store, packing, 50)
