@@ -207,6 +207,7 @@ def _stand_ins(real):
         layout_cast=lambda x, layout: x,
         broadcasted_iota=lambda dtype, shape, dim, layout=None: jax.lax.broadcasted_iota(dtype, shape, dim),
         SMEM=lambda shape, dtype, transforms=None: lambda: _blank(shape, dtype),
+        RefUnion=lambda *groups: lambda: [[make() for make in group] for group in groups],
         Barrier=lambda num_arrivals=1, num_barriers=1: lambda: Barriers(num_arrivals, num_barriers),
         WGMMAAccumulatorRef=Accumulator,
         wgmma=_wgmma,

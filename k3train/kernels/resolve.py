@@ -7,7 +7,7 @@ from k3train.kernels.config import KDA_KERNEL_CHUNK, KDA_KERNEL_WIDTH, KDA_KERNE
 
 # Op -> implementation by backend.
 CHOICES = {
-    "kda": {"default": "chunked", "tpu": "mosaic_tpu"},
+    "kda": {"default": "chunked", "tpu": "mosaic_tpu", "gpu": "mosaic_gpu"},
     "attention": {"default": "blockwise"},
     "grouped_matmul": {"default": "blocked"},
     "cross_entropy": {"default": "chunked"},
@@ -47,8 +47,12 @@ def resolve(kernels: KernelsConfig, place: Place) -> tuple[KernelsConfig, list[t
         named = by_backend.get(place.backend, by_backend["default"]) if asked == "auto" else asked
         why = f"auto on {place.backend}" if asked == "auto" else f"kernels.{op}"
         if op == "kda" and named in KDA_KERNELS:
-            _refuse_other_devices(named, place)
-            if unfit := _unfit(named, place):
+            unfit = _other_devices(named, place)
+            if unfit and asked != "auto":
+                raise UserError(
+                    f"kernels.kda: {named} {unfit}; set kernels.kda: auto, which takes what these devices run"
+                )
+            if unfit := unfit or _unfit(named, place):
                 why += f": {named} {unfit}"
                 named = by_backend["default"]
             else:
@@ -58,16 +62,12 @@ def resolve(kernels: KernelsConfig, place: Place) -> tuple[KernelsConfig, list[t
     return kernels.model_copy(update=chosen), rows
 
 
-def _refuse_other_devices(named: str, place: Place) -> None:
+def _other_devices(named: str, place: Place) -> str | None:
+    """Why a kernel does not run on these devices, or None."""
     runs_on, has = KDA_KERNELS[named], place.backend
     if runs_on == has == "gpu" and not any(name in place.device_kind.split() for name in _HOPPER):
-        runs_on, has = "Hopper gpu", place.device_kind
-    if runs_on == has:
-        return
-    raise UserError(
-        f"kernels.kda: {named} runs on {runs_on} devices, and this run has {has} ones; "
-        "set kernels.kda: auto, which takes what these devices run"
-    )
+        runs_on, has = "Hopper gpu", place.device_kind or "unnamed"
+    return None if runs_on == has else f"runs on {runs_on} devices, and this run has {has} ones"
 
 
 def _unfit(named: str, place: Place) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 from absent import compiled, missing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kda_cases import DOCUMENTS, assert_near, cotangents, ids, inputs, kernels, value_and_gradients, wanted
+from kda_cases import DOCUMENTS, RESULTS, assert_near, cotangents, ids, inputs, kernels, value_and_gradients, wanted
 from mosaic_gpu_emulator import emulated
 from mosaic_gpu_sass import lost_registers, tool, unwritten
 
@@ -86,6 +86,18 @@ def test_documents_do_not_see_each_other():
     padding = np.asarray(segment_ids)[0] == 0
     for name in ("o", "q", "k", "v", "g", "beta"):
         assert not np.any(np.asarray(first[name], np.float32)[0][padding]), name
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_documents_of_one_token_see_it_exactly(gate):
+    """All of their output is one product q k, often a small sum of large terms, so none of these may be rounded."""
+    segment_ids = ids((20, *[1] * 24, 20))
+    arguments = inputs(64, heads=1, gate=gate)
+    alone = slice(20, 44)
+    found = np.asarray(kernels(arguments, segment_ids, gate)[0], np.float64)[:, alone]
+    want = np.asarray(wanted(arguments, segment_ids, gate)["o"], np.float64)[:, alone]
+    far = np.linalg.norm(found - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    assert np.max(far) < RESULTS, far
 
 
 def test_value_channels_split_over_blocks_give_the_same_bits(monkeypatch):

@@ -30,7 +30,9 @@ def test_nothing_stays_auto(backend):
 def test_auto_takes_the_devices_own_kernel():
     assert chosen("auto", "tpu", 128) == ("mosaic_tpu", 64, "auto on tpu")
     assert chosen("auto", "cpu", 128) == ("chunked", 32, "auto on cpu")
-    assert chosen("auto", "gpu", 128, device_kind="NVIDIA H200") == ("chunked", 32, "auto on gpu")
+    assert chosen("auto", "gpu", 128, device_kind="NVIDIA H200") == ("mosaic_gpu", 64, "auto on gpu")
+    other = "auto on gpu: mosaic_gpu runs on Hopper gpu devices, and this run has NVIDIA B200 ones"
+    assert chosen("auto", "gpu", 128, device_kind="NVIDIA B200") == ("chunked", 32, other)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def _gate(form: Form, s, at: Place, valid: jax.Array):
     low = s.v.at[at.group]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dV has left
     rate, bias = (load(x.at[at.group], parts.COLUMN) for x in (s.rate, s.bias))
-    g = parts.log_decay(form, parts.wide_tile(s.g.at[at.group]), rate, bias) * rows(valid)
+    g = parts.log_decay(form, parts.wide_tile(s.g.at[at.group]), rate, bias, valid)
     parts.put_split(g, high, low)
     plgpu.commit_smem()
     return high, low

@@ -138,19 +138,38 @@ def tables(block: int) -> jax.Array:
     return jnp.asarray(np.stack(found), jnp.bfloat16)
 
 
+def references() -> jax.Array:
+    """Matrices [3, 64, 64] like :func:`tables`, for all scores of a narrow gate in one go.
+
+    Sums of the tokens up to and including one's own; exponents of the decay between a token and the middle token of its
+    own 32, + where the token is later; and the same with the first 32 tokens' middle for every token. A pair i >= j
+    meets at the middle r of j's 32 tokens: 2^(G_i - G_r) 2^(G_r - G_j). The second factor is at most 2^116, and where
+    the first vanishes, their product is below 2^-10.
+    """
+    i, j = np.arange(CHUNK)[:, None], np.arange(CHUNK)[None]
+    middle = (i & -32) + 16
+    of = lambda middle: 1 * ((j > middle) & (j <= i)) - 1 * ((j > i) & (j <= middle))  # noqa: E731
+    return jnp.asarray(np.stack([1 * (i >= j), of(middle), of(0 * i + 16)]), jnp.bfloat16)
+
+
 class Codes(NamedTuple):
     """Packing of a chunk's tokens, from int32 codes (``packing.py``): as rows and as columns of a tile."""
 
     row: jax.Array
     column: jax.Array
 
-    def bit(self, bit: int) -> jax.Array:
+    def bit(self, number: int) -> jax.Array:
         """0.0 or 1.0 a row."""
-        return (lax.shift_right_logical(self.row, bit) & 1).astype(jnp.float32)
+        return bit(self.row, number)
 
     def same(self) -> jax.Array:
         """Pairs of one document, bool [64, 64]."""
         return rows(lax.shift_right_logical(self.row, 3)) == columns(lax.shift_right_logical(self.column, 3))
+
+
+def bit(code: jax.Array, number: int) -> jax.Array:
+    """A bit of int32 codes, 0.0 or 1.0."""
+    return (lax.shift_right_logical(code, number) & 1).astype(jnp.float32)
 
 
 def smem(*shape: int, dtype=jnp.bfloat16):
@@ -212,6 +231,11 @@ def columns(x: jax.Array, shape: tuple[int, int] = TILE) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+def accumulators(count: int) -> list:
+    """Tiles of zeros for ``run_scoped``, to which products add."""
+    return [plgpu.WGMMAAccumulatorRef(TILE, jnp.float32) for _ in range(count)]
+
+
 def dot(*pairs, shape: tuple[int, int] = TILE) -> jax.Array:
     """Sum of products a b on the tensor cores, a in registers or shared memory, b in shared memory."""
 
@@ -236,9 +260,10 @@ def dot_onto(start: jax.Array, *pairs: tuple[jax.Array | Callable, Callable]) ->
 
 def put_split(value: jax.Array, high, low) -> None:
     """``value`` to two bfloat16 refs whose sum holds it to 16 bits."""
-    top = value.astype(jnp.bfloat16)
-    high[...] = top
-    low[...] = (value - top.astype(jnp.float32)).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(value, jnp.int32) & -(1 << 16)  # cut off: rounding has to convert there and back
+    top = lax.bitcast_convert_type(bits, jnp.float32)
+    high[...] = top.astype(jnp.bfloat16)
+    low[...] = (value - top).astype(jnp.bfloat16)
 
 
 def table(ref, number) -> jax.Array:
@@ -271,7 +296,7 @@ def factors(exponents, stage: Stage, high, low) -> tuple[jax.Array, jax.Array]:
     return jnp.exp2(exponent), jnp.exp2(exponent * stage.sign)
 
 
-def log_decay(form: Form, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> jax.Array:
+def log_decay(form: Form, raw: jax.Array, rate: jax.Array, bias: jax.Array, valid: jax.Array) -> jax.Array:
     """Log-decay to base 2, a tile.
 
     Args:
@@ -279,14 +304,15 @@ def log_decay(form: Form, raw: jax.Array, rate: jax.Array, bias: jax.Array) -> j
       raw: tile of raw gate inputs.
       rate: exp(A_log), one a column.
       bias: dt_bias, one a column.
+      valid: 0.0 or 1.0 a row.
     """
     z = raw + columns(bias)
     if form.gate == "bounded":
-        root = lax.rsqrt(1.0 + jnp.exp2(z * columns(rate) * -LOG2E))  # a third of a division's instructions
-        return root * root * (form.lower_bound * LOG2E)
+        root = lax.rsqrt(1.0 + jnp.exp2(z * columns(rate * -LOG2E)))  # a third of a division's instructions
+        return root * root * rows(valid * (form.lower_bound * LOG2E))
     small = jnp.exp2(jnp.abs(z) * -LOG2E)  # softplus z = max(z, 0) + log(1 + small)
     log = jnp.where(small < 0.03, small * (1.0 - small * (0.5 - small * (1 / 3))), jnp.log(1.0 + small))
-    return (jnp.maximum(z, 0.0) + log) * columns(rate) * -LOG2E
+    return (jnp.maximum(z, 0.0) + log) * columns(rate * -LOG2E) * rows(valid)
 
 
 def unit_factor(halves: list, eps: float = 1e-6) -> jax.Array:
