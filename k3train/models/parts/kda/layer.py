@@ -202,7 +202,7 @@ class KDA(nnx.Module):
         """Gated norm of the heads' outputs o [B, T, H, K], and the way back to [B, T, D]."""
         gate = self._output_gate(x)
         gate = gate.reshape(*gate.shape[:2], self.cfg.num_heads, -1)
-        o = _gated_norm(o, self.o_norm[...], gate, self.norm_eps).astype(x.dtype)
+        o = gated_norm(o, self.o_norm[...], gate, self.norm_eps).astype(x.dtype)
         return _linear(o.reshape(*o.shape[:2], -1), self.o_proj)
 
     def _output_gate(self, x: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ def _linear(x: jax.Array, w: nnx.Param, to_wide: bool = False) -> jax.Array:
     return jnp.matmul(x, w[...].astype(x.dtype), preferred_element_type=dtype)
 
 
-def _gated_norm(o: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
+def gated_norm(o: jax.Array, weight: jax.Array, gate: jax.Array, eps: float) -> jax.Array:
     """RMSNorm of each head's output, then the sigmoid gate; o and gate [B, T, H, K], weight [K]; wide."""
     o = wide(o)
     o = o * lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps) * wide(weight)[None, None, None]
