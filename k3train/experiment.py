@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from pydantic import model_validator
 
@@ -87,48 +88,101 @@ def vocabulary(e: Experiment) -> Iterator[Fault]:
         )
 
 
+class Shape(NamedTuple):
+    """What a step takes somewhere in a run, and the keys that say so."""
+
+    rows: int
+    length: int
+    accumulation: int
+    rows_key: str
+    length_key: str
+
+
+def shapes(e: Experiment) -> list[Shape]:
+    """The shapes of the run's steps; held-out rows have the first one's length."""
+    keys = "train.global_batch", "data.sequence_length"
+    found = [Shape(e.train.global_batch, e.data.sequence_length, e.train.accumulation, *keys)]
+    for n, (stage, of) in enumerate(zip(e.train.curriculum, e.train.stages(e.data.sequence_length), strict=False)):
+        own = [f"train.curriculum[{n}].{key}" for key in ("global_batch", "sequence_length")]
+        rows_key = own[0] if stage.global_batch or stage.accumulation else keys[0]
+        found.append(Shape(of.rows, of.length, of.accumulation, rows_key, own[1] if stage.sequence_length else keys[1]))
+    return list(dict.fromkeys(found))
+
+
+def lengths(e: Experiment) -> list[tuple[int, str]]:
+    """Lengths of rows, and the key of each."""
+    return list(dict.fromkeys((shape.length, shape.length_key) for shape in shapes(e)))
+
+
+def _written(key: str) -> str:
+    """The key whose place in the file is known: of a stage, its list's."""
+    return key.partition("[")[0]
+
+
+def stages_of_a_curriculum(e: Experiment) -> Iterator[Fault]:
+    """Rows are cut into equal parts, and every stage has a step."""
+    for n, stage in enumerate(e.train.curriculum):
+        length = stage.sequence_length
+        if length and e.data.sequence_length % length:
+            yield Fault(
+                ("train.curriculum", "data.sequence_length"),
+                f"rows of {e.data.sequence_length} tokens cannot be cut into parts of {length}, as stage {n} says",
+                "set a divisor of data.sequence_length, which is the longest a row can be",
+            )
+    for n, start, end in e.train.empty_stages(e.data.sequence_length):
+        yield Fault(
+            ("train.curriculum",),
+            f"stage {n}, from {start:,} to {end:,} tokens, ends within the last step of the stage before it",
+            "set them further apart, or leave the stage out",
+        )
+
+
 def sequence_and_chunk(e: Experiment) -> Iterator[Fault]:
     """A row holds at least one chunk of the chunked delta rule."""
     chunked = bool(e.model.layers.kda) and e.kernels.kda != "recurrent"
-    if chunked and e.data.sequence_length < e.kernels.kda_chunk:
-        yield Fault(
-            ("data.sequence_length", "kernels.kda_chunk"),
-            f"rows of {e.data.sequence_length} tokens are shorter than a chunk of {e.kernels.kda_chunk}",
-            f"lengthen the rows, or set kernels.kda_chunk to {e.data.sequence_length} or less",
-        )
+    for length, key in lengths(e):
+        if chunked and length < e.kernels.kda_chunk:
+            yield Fault(
+                (_written(key), "kernels.kda_chunk"),
+                f"rows of {length} tokens are shorter than a chunk of {e.kernels.kda_chunk}",
+                f"lengthen the rows, or set kernels.kda_chunk to {length} or less",
+            )
 
 
 def batch_over_devices(e: Experiment) -> Iterator[Fault]:
     """Each microbatch splits evenly over the devices that share the batch (those known before the run starts)."""
     known, devices = e.mesh.known(ROW_AXES), e.mesh.ways(ROW_AXES)
-    rows = e.train.global_batch // e.train.accumulation
-    if rows % devices:
-        yield Fault(
-            ("train.global_batch", "train.accumulation", *known),
-            f"{e.train.global_batch} rows in {e.train.accumulation} microbatches are {rows} at a time, "
-            f"which {devices} devices cannot share evenly",
-            f"make train.global_batch a multiple of {devices * e.train.accumulation}, or change the others",
-        )
+    for shape in shapes(e):
+        rows = shape.rows // shape.accumulation
+        if rows % devices:
+            yield Fault(
+                (_written(shape.rows_key), "train.accumulation", *known),
+                f"{shape.rows} rows in {shape.accumulation} microbatches are {rows} at a time, "
+                f"which {devices} devices cannot share evenly",
+                f"make {shape.rows_key} a multiple of {devices * shape.accumulation}, or change the others",
+            )
 
 
 def rows_over_context(e: Experiment) -> Iterator[Fault]:
     """Each row splits evenly over the devices that share its tokens; attention's work is evened out by halves."""
     halves = 2 if e.mesh.context > 1 else 1
     known, ways = e.mesh.known(TOKEN_AXES), e.mesh.ways(TOKEN_AXES)
-    if e.data.sequence_length % (ways * halves):
-        yield Fault(
-            ("data.sequence_length", *known),
-            f"{e.data.sequence_length} tokens do not go into {ways * halves} equal parts "
-            f"({ways} devices{', two halves each' * (halves > 1)})",
-            f"make data.sequence_length a multiple of {ways * halves}, or change the others",
-        )
-    elif e.mesh.context > 1 and e.model.kda and e.data.sequence_length // e.mesh.context < e.model.kda.conv_size - 1:
-        yield Fault(
-            ("data.sequence_length", "mesh.context", "model.kda.conv_size"),
-            f"a device's {e.data.sequence_length // e.mesh.context} tokens are fewer than the "
-            f"{e.model.kda.conv_size - 1} that the short convolution looks back",
-            "lengthen the rows, or set a smaller mesh.context",
-        )
+    for length, key in lengths(e):
+        own = length // e.mesh.context
+        if length % (ways * halves):
+            yield Fault(
+                (_written(key), *known),
+                f"{length} tokens do not go into {ways * halves} equal parts "
+                f"({ways} devices{', two halves each' * (halves > 1)})",
+                f"make {key} a multiple of {ways * halves}, or change the others",
+            )
+        elif e.mesh.context > 1 and e.model.kda and own < e.model.kda.conv_size - 1:
+            yield Fault(
+                (_written(key), "mesh.context", "model.kda.conv_size"),
+                f"a device's {own} tokens are fewer than the {e.model.kda.conv_size - 1} that the short convolution "
+                "looks back",
+                "lengthen the rows, or set a smaller mesh.context",
+            )
     if e.mesh.context > 1 and e.model.layers.kda and e.kernels.kda == "recurrent":
         yield Fault(
             ("kernels.kda", "mesh.context"),
@@ -176,7 +230,8 @@ def hidden_over_fsdp(e: Experiment) -> Iterator[Fault]:
 
 def budget(e: Experiment) -> Iterator[Fault]:
     """The token budget holds at least one step."""
-    step = e.train.global_batch * e.data.sequence_length
+    first = e.train.stages(e.data.sequence_length)[0]
+    step = first.rows * first.length
     if e.train.tokens is not None and e.train.tokens < step:
         yield Fault(
             ("train.tokens", "train.global_batch", "data.sequence_length"),
@@ -269,6 +324,7 @@ def intervals(e: Experiment) -> Iterator[Fault]:
 RULES = (
     model_rules,
     vocabulary,
+    stages_of_a_curriculum,
     sequence_and_chunk,
     batch_over_devices,
     rows_over_context,

@@ -1,68 +1,71 @@
 """Training batches: this process's rows of each global batch, read ahead by Grain. The only room that needs Grain.
 
-The position is one integer, the global sample number. Batch at sample k0 = samples [k0, k0 + B), a pure function of
-(row plans, mixture, seed, k0), so that any number of processes, and a start anywhere, read the same global batches.
+A batch is a pure function of (row plans, mixture, seed, position, rows, length), so that any number of processes, and a
+start anywhere, read the same global batches; ``data/course.py`` says which a step takes.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 
 import grain
-import numpy as np
 
 from k3train.config.errors import UserError
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
+from k3train.data.course import Course
 from k3train.data.pack import RowPlan
 from k3train.data.reading import Reading, reading_of
 from k3train.data.trace import Trace
 
 
 class Loader(Iterator[Batch]):
-    """Host-local batches, each array [global_batch / parts, sequence_length], from ``start_sample`` on.
+    """Host-local batches, each array [rows / parts, length], from the course's beginning on.
 
-    ``sample`` is the global sample number that the next batch begins with: the whole state of the loader.
+    ``step``, the number of steps whose batches were given, is the whole state of the loader.
     """
 
     def __init__(
         self,
         plans: RowPlan | Mapping[str, RowPlan],
         config: DataConfig,
-        global_batch: int,
+        course: Course,
         seed: int,
         part: int = 0,
         parts: int = 1,
-        start_sample: int = 0,
     ):
         """Open the loader.
 
         Args:
           plans: the rows, of one store or of each source by name (``data/rows.py``).
           config: the data section (mixture, epochs, prefetch).
-          global_batch: B, rows of one optimizer step over all processes.
+          course: rows of each step, from the first that is asked for; a beginning far on costs no more.
           seed: key of the order.
-          part: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch (``distributed.Feed``).
-          parts: P, which divides B.
-          start_sample: global sample number to begin with; any, at the same cost.
+          part: p; this process reads rows [p*B/P, (p+1)*B/P) of each global batch of B (``distributed.Feed``).
+          parts: P, which divides every B.
 
         Raises:
-          UserError: P does not divide B, or there is no row.
+          UserError: P does not divide a batch, or there is no row.
         """
-        if global_batch % parts:
-            raise UserError(f"train.global_batch {global_batch} does not divide into {parts} parts")
+        for leg in course.legs:
+            if leg.rows % parts:
+                raise UserError(f"a global batch of {leg.rows} rows does not divide into {parts} parts")
         self.reading = reading_of(plans, config, seed)
         self.trace = Trace(self.reading)
-        self.global_batch = global_batch
-        self.sample = start_sample
-        source = _Batches(self.reading, global_batch, part, parts, start_sample)
+        self.course, self.step = course, course.legs[0].step
+        source = _Batches(self.reading, course, part, parts)
         # More threads than one only wait for each other on a mapped file.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=config.prefetch)
         self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
 
     @property
+    def position(self) -> int:
+        """Where the rows given so far end."""
+        return self.course.position(self.step)
+
+    @property
     def epoch(self) -> float:
-        """How often the data has been read up to ``sample``: rows read over the rows of all sources."""
-        return self.sample / self.reading.rows
+        """How often the data has been read: rows read over the rows of all sources."""
+        return self.position / (self.reading.rows * self.reading.length)
 
     def __next__(self) -> Batch:
         """The next batch.
@@ -70,9 +73,9 @@ class Loader(Iterator[Batch]):
         Raises:
           UserError: exit 20 where ``max_epochs`` holds no whole batch any more, on every process at the same batch.
         """
-        self.reading.check(self.sample + self.global_batch)
+        self.reading.check(-(-self.course.position(self.step + 1) // self.reading.length))
         batch = next(self._batches)
-        self.sample += self.global_batch
+        self.step += 1
         return batch
 
     def close(self) -> None:
@@ -81,19 +84,19 @@ class Loader(Iterator[Batch]):
 
 
 class _Batches:
-    """Random-access source for Grain: item i is this process's share of the i-th global batch after the start."""
+    """Random-access source for Grain: item i is this process's share of the i-th global batch of a course."""
 
-    def __init__(self, reading: Reading, global_batch: int, part: int, parts: int, start_sample: int):
-        self.reading = reading
-        self.share = global_batch // parts
-        self.global_batch = global_batch
-        self.first = start_sample + part * self.share
-        left = sys.maxsize if reading.samples is None else reading.samples - start_sample
-        self.batches = max(0, min(left // global_batch, sys.maxsize))
+    def __init__(self, reading: Reading, course: Course, part: int, parts: int):
+        self.reading, self.course, self.part, self.parts = reading, course, part, parts
+        self.first = course.legs[0].step
+        samples = reading.samples
+        end = sys.maxsize if samples is None else course.steps_within(samples * reading.length)
+        self.batches = max(0, min(end - self.first, sys.maxsize))
 
     def __len__(self) -> int:
         return self.batches
 
     def __getitem__(self, index) -> Batch:
-        start = self.first + int(index) * self.global_batch
-        return self.reading.cut(np.arange(start, start + self.share, dtype=np.int64))
+        position, rows, length = self.course.rows_at(self.first + int(index))
+        share = rows // self.parts
+        return self.reading.cut_at(position + self.part * share * length, share, length)

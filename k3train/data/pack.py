@@ -58,14 +58,16 @@ class RowPlan(ABC):
                 f"{self.sequence_length} + 1); prepare more text or shorten the row"
             )
 
-    def documents(self, row: int) -> tuple[int, ...]:
-        """Documents among the inputs of a row, by their number in the split, in the row's order."""
-        found, room, offsets = [], self.sequence_length, self.split.doc_offsets  # [documents + 1]
-        for start, stop in self.stretches(row):
-            stop = min(stop, start + room)
-            room -= stop - start
-            first = int(np.searchsorted(offsets, start, side="right")) - 1
-            found += range(first, int(np.searchsorted(offsets, stop, side="left")))
+    def documents(self, row: int, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
+        """Documents among the inputs [first, stop) of a row, by their number in the split, in the row's order."""
+        found, at, offsets = [], 0, self.split.doc_offsets  # [documents + 1]
+        stop = self.sequence_length if stop is None else stop
+        for begin, end in self.stretches(row):
+            here, there = begin + max(first - at, 0), min(end, begin + stop - at)
+            at += end - begin
+            if here < there:
+                document = int(np.searchsorted(offsets, here, side="right")) - 1
+                found += range(document, int(np.searchsorted(offsets, there, side="left")))
         return tuple(found)
 
     def cut(self, rows: np.ndarray) -> Batch:

@@ -79,6 +79,29 @@ class Reading:
                 to[own] = array
         return whole
 
+    def cut_at(self, position: int, rows: int, length: int) -> Batch:
+        """Rows one after the other from a position of a run on (``data/course.py``), [rows, length].
+
+        Args:
+          position: a multiple of ``length``.
+          rows: how many.
+          length: L, a divisor of the plans' S; shorter rows are parts of whole ones, their documents counted anew.
+        """
+        parts = self.length // length
+        samples, part = np.divmod(position // length + np.arange(rows, dtype=np.int64), parts)
+        if parts == 1:
+            return self.cut(samples)
+        present, which = np.unique(samples, return_inverse=True)
+        whole = self.cut(present)
+        batch = Batch(*(array.reshape(len(present), parts, length)[which, part] for array in whole))
+        documents = batch.segment_ids
+        return batch._replace(segment_ids=np.where(documents > 0, documents - documents[:, :1] + 1, documents))
+
+    @property
+    def length(self) -> int:
+        """S, tokens of a whole row."""
+        return self.plans[0].sequence_length
+
     @cached_property
     def _end(self) -> tuple[int, int] | None:
         """(samples there are, source that is used up then); None where all may be read again and again."""

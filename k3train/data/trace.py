@@ -11,7 +11,7 @@ class RowTrace(NamedTuple):
     """One row of a batch and where it came from."""
 
     sample: int
-    """Global sample number."""
+    """Global sample number of the whole row."""
     epoch: int
     row: int
     """Row of the plan (``data/pack.py``)."""
@@ -21,6 +21,8 @@ class RowTrace(NamedTuple):
     """``file:line`` of each, where the store knows it; else empty."""
     source: str = ""
     """Name of its source, where there are several."""
+    first_token: int = 0
+    """Token of the whole row with which it begins: not 0 where a curriculum cuts rows into parts."""
 
 
 class Trace:
@@ -29,19 +31,19 @@ class Trace:
     def __init__(self, reading: Reading):
         self.reading = reading
 
-    def rows(self, first: int, stop: int) -> list[RowTrace]:
-        """The rows of samples [first, stop).
+    def rows(self, position: int, rows: int, length: int) -> list[RowTrace]:
+        """The rows that :meth:`~k3train.data.reading.Reading.cut_at` cuts there.
 
         Raises:
-          UserError: exit 20, a sample lies past ``max_epochs``.
+          UserError: exit 20, a row lies past ``max_epochs``.
         """
-        samples = np.arange(first, stop, dtype=np.int64)
-        places = zip(samples.tolist(), *(found.tolist() for found in self.reading.where(samples)), strict=True)
-        return [self._trace(sample, source, epoch, row) for sample, source, epoch, row in places]
+        samples, first = np.divmod(position + length * np.arange(rows, dtype=np.int64), self.reading.length)
+        places = zip(samples, *self.reading.where(samples), first, strict=True)
+        return [self._trace(length, *map(int, place)) for place in places]
 
-    def _trace(self, sample: int, source: int, epoch: int, row: int) -> RowTrace:
+    def _trace(self, length: int, sample: int, source: int, epoch: int, row: int, first: int) -> RowTrace:
         plan = self.reading.plans[source]
-        documents = plan.documents(row)
+        documents = plan.documents(row, first, first + length)
         origins = (plan.split.origin(number) for number in documents)
         known = tuple(f"{o.file}:{o.line}" for o in origins if o is not None)
-        return RowTrace(sample, epoch, row, documents, known, self.reading.names[source])
+        return RowTrace(sample, epoch, row, documents, known, self.reading.names[source], first)

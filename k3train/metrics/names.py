@@ -20,7 +20,7 @@ class Metric(NamedTuple):
 
 COLUMNS = (
     ("step", "optimizer steps done"),
-    ("samples", "rows read since the start of the run"),
+    ("samples", "whole rows read since the start of the run"),
     ("tokens", "nominal tokens (rows x length) since the start of the run"),
     ("time", "wall clock, seconds since 1970"),
     ("attempt", "number of the start of the run that wrote the line (attempts.jsonl)"),

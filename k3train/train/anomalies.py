@@ -29,17 +29,18 @@ class AnomalyLog:
 
     def __init__(self, folder: Path, attempt: int, keep_to: int, loader: Loader):
         self._writer = JsonlWriter(folder / FILE, attempt, keep_to)
-        self._trace, self._rows = loader.trace, loader.global_batch
+        self._loader = loader
 
     def write(self, step: int, samples: int, tokens: int, values: Mapping[str, Any]) -> None:
         """Takes a bad step's metrics; ``samples`` counts to its end."""
+        rows = self._loader.trace.rows(*self._loader.course.rows_at(step - 1))
         line: dict[str, Any] = {
             "kind": "nonfinite" if values["train/nonfinite"] else "spike",
             "action": "skipped" if values["train/skipped"] else "applied",
-            "first_sample": samples - self._rows,
+            "first_sample": rows[0].sample,
         }
         line |= {name: value for name, value in values.items() if name.startswith(_KEPT)}
-        line["rows"] = [row._asdict() for row in self._trace.rows(samples - self._rows, samples)]
+        line["rows"] = [row._asdict() for row in rows]
         self._writer.write(step, samples, tokens, line)
 
     def close(self) -> None:

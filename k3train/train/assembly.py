@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from k3train.config.errors import UserError
+from k3train.data.course import Course, Leg
 from k3train.data.prepare import ensure_stores
 from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,10 +33,9 @@ class Assembly:
     Attributes:
       exp: the experiment, with every kernel named.
       kernels: rows (op, implementation, why) of the kernel table.
+      course: rows of each step, from where the run begins or goes on.
       steps: optimizer steps of the whole run.
-      step_tokens: nominal tokens (rows x length) of one step.
       total_tokens: nominal tokens of the whole run, where the schedule ends.
-      flops: model FLOPs of one token's forward and backward pass.
     """
 
     exp: Experiment
@@ -45,23 +45,41 @@ class Assembly:
     optimizer: Optimizer
     factory: StateFactory
     tokenizer: Tokenizer
+    course: Course
     steps: int
-    step_tokens: int
     total_tokens: int
-    flops: float
 
-    def feed(self, rows: int) -> Feed:
-        """What brings batches of so many rows onto the mesh."""
-        return Feed(batch_sharding(self.mesh), rows, self.exp.data.sequence_length)
+    def feed(self, rows: int, length: int | None = None) -> Feed:
+        """What brings batches of so many rows onto the mesh; rows are whole ones by default."""
+        return Feed(batch_sharding(self.mesh), rows, length or self.exp.data.sequence_length)
 
-    def going_on(self, step: int, tokens: int) -> "Assembly":
-        """For a run that has done ``step`` steps over ``tokens`` nominal tokens: where it ends, and its schedule.
+    def going_on(self, step: int, position: int, tokens: int) -> "Assembly":
+        """For a run that has done ``step`` steps over ``tokens`` nominal tokens: its course, its end, its schedule.
 
         Only where those steps had another batch does it end elsewhere than a run that begins anew.
+
+        Args:
+          position: where its data goes on (``data/course.py``).
         """
-        budget = self.exp.train.tokens
-        left = self.steps - step if budget is None else math.ceil(max(0, budget - tokens) / self.step_tokens)
-        return replace(self, steps=step + left, total_tokens=tokens + left * self.step_tokens)
+        train = self.exp.train
+        course = Course(self.course.stages, step, position, tokens)
+        steps = train.steps or max(step, course.steps_to(train.tokens or 0))
+        return replace(self, course=course, steps=steps, total_tokens=course.tokens(max(steps, step)))
+
+    def shaped(self, leg: Leg) -> "Assembly":
+        """For steps of one leg: the experiment says what they take."""
+        train = {"global_batch": leg.rows, "accumulation": leg.accumulation, "curriculum": ()}
+        exp = self.exp.model_copy(
+            update={
+                "train": self.exp.train.model_copy(update=train),
+                "data": self.exp.data.model_copy(update={"sequence_length": leg.length}),
+            }
+        )
+        return replace(self, exp=exp)
+
+    def flops(self, length: int) -> float:
+        """Model FLOPs of the forward and backward pass of one token in a row of ``length`` tokens."""
+        return flops_per_token(self.exp.model, length, self.exp.kernels.kda_chunk).training
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -85,17 +103,17 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
     place = Place(device.platform, device.device_kind, width, exp.train.compute_dtype, mesh.shape["context"])
     kernels, table = resolve(exp.kernels, place)
     exp = exp.model_copy(update={"kernels": kernels})
-    rows = exp.train.global_batch // exp.train.accumulation
+    course = Course(exp.train.stages(exp.data.sequence_length))
     ways = math.prod(mesh.shape[axis] for axis in ROW_AXES)
-    if rows % ways:
-        raise UserError(
-            f"train.global_batch {exp.train.global_batch} / train.accumulation {exp.train.accumulation} = "
-            f"{rows} rows do not divide over the mesh's {ways} shares of a batch; change one of these or mesh"
-        )
+    for stage in course.stages:
+        if (rows := stage.rows // stage.accumulation) % ways:
+            raise UserError(
+                f"train.global_batch {stage.rows} / train.accumulation {stage.accumulation} = "
+                f"{rows} rows do not divide over the mesh's {ways} shares of a batch; change one of these or mesh"
+            )
     decoder = decoder_of(exp, exp.moonep.options)
     optimizer = Optimizer(exp.optim, decoder.specs())
-    step_tokens = exp.train.global_batch * exp.data.sequence_length
-    steps = exp.train.steps or math.ceil((exp.train.tokens or 0) / step_tokens)
+    steps = exp.train.steps or course.steps_to(exp.train.tokens or 0)
     factory = StateFactory(decoder, optimizer, mesh, ema=exp.optim.ema is not None)
     report = sharding_report(mesh, factory.abstract["params"], decoder.specs())
     refuse_replicated(report, exp.mesh.replicated_limit_mib)
@@ -107,10 +125,9 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
         optimizer=optimizer,
         factory=factory,
         tokenizer=load_tokenizer(exp.data.tokenizer),
-        step_tokens=step_tokens,
+        course=course,
         steps=steps,
-        total_tokens=steps * step_tokens,
-        flops=flops_per_token(exp.model, exp.data.sequence_length, kernels.kda_chunk).training,
+        total_tokens=course.tokens(steps),
     )
 
 

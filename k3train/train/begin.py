@@ -23,11 +23,11 @@ Say = Callable[[str], None]
 
 
 class Begun(NamedTuple):
-    """The state a run goes on from, and what it has done: steps, rows read, nominal tokens (all 0 anew)."""
+    """The state a run goes on from, and what it has done: steps, position in its data, nominal tokens (all 0 anew)."""
 
     state: State
     step: int
-    samples: int
+    position: int
     tokens: int
 
 
@@ -64,7 +64,7 @@ def begin(parts: Assembly, manager: CheckpointManager, say: Say) -> Begun:
     begun = _restored(parts, source, step, say)
     if own:
         manager.retire(step)
-    elif step >= (steps := parts.going_on(step, begun.tokens).steps):
+    elif step >= (steps := parts.going_on(step, begun.position, begun.tokens).steps):
         raise UserError(
             f"nothing is left to train: this run is to have {steps} steps, and it begins with the state of step {step} "
             f"of {found.directory.parent}. Raise train.steps or train.tokens, or begin with an earlier step"
@@ -123,24 +123,26 @@ def _restored(parts: Assembly, source: CheckpointManager, step: int, say: Say) -
         state["ema"] = jax.tree.map(lambda p: p.copy(), state["params"])
         say("averaged weights begin as the weights are (optim.ema)")
     state = {"buffers": {}} | state  # a model without experts has none, and storage keeps no empty branch
-    return Begun(state, step, _samples(parts, meta, say), meta["tokens"])
+    return Begun(state, step, _position(parts, meta, say), meta["tokens"])
 
 
-def _samples(parts: Assembly, meta: dict, say: Say) -> int:
-    """The data position of a checkpoint in rows of the present length (a branch may cut them anew)."""
+def _position(parts: Assembly, meta: dict, say: Say) -> int:
+    """The data position of a checkpoint, at the border of a row where a branch cuts rows anew."""
     before, data = meta["config"]["data"], parts.exp.data
     was, now = before["sequence_length"], data.sequence_length
     if was != now:
         say(f"rows are {now} tokens long, no longer {was}: text of the present epoch may be read twice, or not at all")
     if (packing := before.get("packing", "concat")) != data.packing:
         say(f"rows are packed by {data.packing}, no longer {packing}: text of the present epoch may be read twice")
-    samples = meta["samples"] * was // now
-    if was == now and not _mixture_goes_on(data, before, samples):
+    position = meta.get("position", meta["samples"] * was)
+    if was != now:
+        return position // now * now
+    if not _mixture_goes_on(data, before, -(-position // now)):
         say(
             "up to here the mixture is not what it was: rows of the sources' present epochs may be read twice, or not "
             "at all. Where its phases stay and one is added, every source goes on where it was"
         )
-    return samples
+    return position
 
 
 def _mixture_goes_on(data: DataConfig, before: dict[str, Any], samples: int) -> bool:

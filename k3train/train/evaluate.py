@@ -35,8 +35,7 @@ class Evaluator:
 
     def __init__(self, parts: Assembly, stores: Stores):
         self._parts, exp = parts, parts.exp
-        rows = exp.train.global_batch // exp.train.accumulation
-        self._feed = parts.feed(rows)
+        self._feed, rows = parts.feed(self.rows), self.rows
         self.data = holdouts(
             stores,
             exp.data.sequence_length,
@@ -48,10 +47,16 @@ class Evaluator:
         self._sharding = batch_sharding(parts.mesh)
         self._score: Callable = jax.jit(self._batch_nats)
 
+    @property
+    def rows(self) -> int:
+        """Rows scored at a time: as many as the last stage's steps take."""
+        stage = self._parts.course.stages[-1]
+        return stage.rows // stage.accumulation
+
     def compile(self) -> None:
         """Compile now for the weights of the run's state (call it with the mesh set)."""
         state, exp = self._parts.factory.abstract, self._parts.exp
-        shape = (exp.train.global_batch // exp.train.accumulation, exp.data.sequence_length)
+        shape = (self.rows, exp.data.sequence_length)
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._sharding)
         mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self._sharding)
         lowered = jax.jit(self._batch_nats, out_shardings=replicated(self._parts.mesh)).lower(

@@ -4,6 +4,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from k3train.data.course import Leg
 from k3train.data.reading import Reading
 from k3train.data.report import usage_table
 from k3train.models.counts import counts
@@ -33,9 +34,13 @@ def introduce(parts: Assembly, console: Console, reading: Reading, samples: int)
             "devices",
             f"{jax.device_count()} x {jax.devices()[0].device_kind} in {jax.process_count()} process(es): {mesh}",
         ),
-        ("step", f"{exp.train.global_batch} rows x {exp.data.sequence_length} = {parts.step_tokens:,} tokens"),
+        *(steps_of(leg, len(parts.course.legs) > 1) for leg in parts.course.legs),
         ("run", f"{parts.steps:,} steps, {parts.total_tokens:,} tokens"),
-        ("compute", f"{exp.train.compute_dtype}, remat {exp.train.remat}, {parts.flops / 1e6:.1f} MFLOP a token"),
+        (
+            "compute",
+            f"{exp.train.compute_dtype}, remat {exp.train.remat}, "
+            f"{parts.flops(exp.data.sequence_length) / 1e6:.1f} MFLOP a token",
+        ),
     ):
         table.add_row(name, value)
     for op, implementation, why in parts.kernels:
@@ -49,6 +54,12 @@ def introduce(parts: Assembly, console: Console, reading: Reading, samples: int)
     console.print(render_groups(group_table(params, parts.decoder.specs(), exp.optim)))
     if reading.mixture is not None:
         console.print(usage_table(reading, samples))
+
+
+def steps_of(leg: Leg, several: bool) -> tuple[str, str]:
+    """A line on the steps of a leg, and since when they are so where there are ``several`` legs."""
+    since = f" from step {leg.step + 1:,}, {leg.tokens:,} tokens on" if several else ""
+    return "step", f"{leg.rows} rows x {leg.length} = {leg.step_tokens:,} tokens{since}"
 
 
 def transports(parts: Assembly) -> Table:

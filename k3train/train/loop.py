@@ -14,8 +14,6 @@ from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.section import Drift
 from k3train.data.batch import Batch
-from k3train.data.loader import Loader
-from k3train.data.rows import plans_of
 from k3train.experiment import Experiment
 from k3train.infer.generate import Generator
 from k3train.metrics.progress import Progress
@@ -37,9 +35,11 @@ from k3train.train.introduce import introduce
 from k3train.train.memory import out_of_memory
 from k3train.train.profiler import Profiler
 from k3train.train.record import LOADS, SAMPLES, Moment, Recorder
+from k3train.train.rows import Rows
 from k3train.train.saver import Saver
-from k3train.train.step import compile_step
+from k3train.train.step import compile_steps
 
+StepFunctions = dict[tuple[int, int, int], Callable]
 Outcome = tuple[ExitCode, str]
 """How an attempt ended, and why."""
 
@@ -133,9 +133,9 @@ class Run:
             with jax.set_mesh(self.parts.mesh):
                 if self.ended_before():
                     return self.finish(self.first)
-                step_fn = self.compile()
+                step_fns = self.compile()
                 with self.progress:
-                    return self.steps(step_fn)
+                    return self.steps(step_fns)
         except Stopped:
             return self.turn_back()
         finally:
@@ -174,21 +174,12 @@ class Run:
 
     def restore(self) -> None:
         """Makes or reads the state; opens the data where it goes on."""
-        self.state, self.first, self.samples, self.tokens = begin(self.parts, self.saver.manager, self.say)
-        self.parts = self.parts.going_on(self.first, self.tokens)
+        self.state, self.first, position, tokens = begin(self.parts, self.saver.manager, self.say)
+        self.parts = self.parts.going_on(self.first, position, tokens)
         self.saver.begun(self.first)
         self.saver.facts = {"store": self.stores.fingerprint, "mesh": dict(self.parts.mesh.shape)}
-        self.feed = self.parts.feed(self.exp.train.global_batch)
-        data = self.exp.data
-        self.loader = Loader(
-            plans_of(self.stores, data.packing, data.sequence_length, self.say),
-            data,
-            self.exp.train.global_batch,
-            data.shuffle_seed,
-            self.feed.index,
-            self.feed.count,
-            start_sample=self.samples,
-        )
+        self.rows = Rows(self.parts, self.stores, self.say)
+        self.loader = self.rows.loader
 
     def open_records(self) -> None:
         """Begins the attempt in the run folder; lines of steps that will be done anew are set aside."""
@@ -202,8 +193,7 @@ class Run:
         around = [change for change in self.folder.changes if change.drift == Drift.DERIVED]
         if around:
             self.console.print(render_changes(around, "changed surroundings"))
-        left = (self.parts.steps - self.first) * self.loader.global_batch
-        introduce(self.parts, self.console, self.loader.reading, self.samples + left)
+        introduce(self.parts, self.console, self.loader.reading, self.now(self.parts.steps).samples)
         keep_to, path = self.first or -1, self.folder.path
         # A bar only where somebody watches, on process 0.
         self.progress = Progress(self.parts.steps, self.first, self.exp.metrics.every, console=self.console)
@@ -216,13 +206,13 @@ class Run:
         self.recorder = Recorder(self.parts, path, writer, self.progress, anomalies)
         self.saver.recorder = self.recorder
 
-    def compile(self) -> Callable:
-        """The compiled train step; evaluation is compiled as well, so that a fault of it shows now."""
+    def compile(self) -> StepFunctions:
+        """The compiled train steps; evaluation is compiled as well, so that a fault of it shows now."""
         with self.console.status("compiling"), self.phases.within("compile"):
             if not self.console.is_terminal:  # where no spinner shows
                 self.say("compiling")
             began = time.monotonic()
-            step_fn = self.watch.aside(self.on_mesh, compile_step, self.parts)
+            step_fns = self.watch.aside(self.on_mesh, compile_steps, self.parts, self.first)
             seconds = time.monotonic() - began
             if self.evaluator is not None:
                 self.watch.aside(self.on_mesh, self.evaluator.compile)
@@ -231,7 +221,7 @@ class Run:
             if self.strict is not None and self.main:
                 self.strict.keep(self.folder.path)
             self.watch.ready()
-        return step_fn
+        return step_fns
 
     def on_mesh(self, function: Callable, *args: object) -> object:
         """``function(*args)`` with the run's mesh set, which each thread must do for itself."""
@@ -240,7 +230,7 @@ class Run:
 
     # The steps
 
-    def steps(self, step_fn: Callable) -> Outcome:
+    def steps(self, step_fns: StepFunctions) -> Outcome:
         """The steps themselves, and what happens between them."""
         step = self.first
         profiler = Profiler(self.exp.metrics.profile_steps, self.folder.path)
@@ -253,13 +243,14 @@ class Run:
                 self.give_way()
                 local = self.next_batch()
                 profiler.before(step + 1)
-                batch = Batch(*map(self.feed, local))
+                batch, shape = self.rows.to_mesh(local, step), self.parts.course.leg(step).shape
                 if self.exp.moonep.check and step == self.first:
-                    check = self.watch.aside(self.on_mesh, check_experts, self.parts, self.state, batch, self.say)
+                    parts = self.parts.shaped(self.parts.course.leg(step))
+                    check = self.watch.aside(self.on_mesh, check_experts, parts, self.state, batch, self.say)
                     self.recorder.pause(check)
-                self.samples, self.tokens = self.loader.sample, self.tokens + self.parts.step_tokens
-                self.state, outputs = step_fn(self.state, batch, jnp.float32(self.tokens))
                 step = self.phases.step = step + 1
+                tokens = jnp.float32(self.parts.course.tokens(step))
+                self.state, outputs = step_fns[shape](self.state, batch, tokens)
                 self.recorder.step(self.now(step), outputs, self.loader.epoch)
                 profiler.after(step, outputs)
                 if self.recorder.halted:
@@ -307,7 +298,9 @@ class Run:
 
     def now(self, step: int) -> Moment:
         """Where the run stands after ``step``."""
-        return Moment(step, self.samples, self.tokens)
+        course = self.parts.course
+        position = course.position(step)
+        return Moment(step, position // self.exp.data.sequence_length, course.tokens(step), position)
 
     def evaluation_due(self, step: int) -> bool:
         """Whether the held-out documents are to be scored after ``step``."""

@@ -37,11 +37,16 @@ LOSSES = {"loss": "train/loss", "mtp_loss": "train/mtp_loss", "z_loss": "train/z
 
 
 class Moment(NamedTuple):
-    """Where a run stands after a step: steps done, rows read, nominal tokens."""
+    """Where a run stands after a step."""
 
     step: int
+    """Steps done."""
     samples: int
+    """Whole rows read."""
     tokens: int
+    """Nominal tokens trained on."""
+    position: int
+    """Where its data goes on (``data/course.py``)."""
 
 
 class Recorder:
@@ -113,7 +118,7 @@ class Recorder:
             self._alarm(now, values, halt=bool(out["halt"]))
         due = step % self._parts.exp.metrics.every == 0 or step == self._parts.steps
         if due or bad:
-            values |= (self._speed(step) if timed else {}) | self._extra
+            values |= (self._speed(now) if timed else {}) | self._extra
             self._extra = {}
             self._write(now, values)
         every = self._parts.exp.metrics.load_every
@@ -125,28 +130,30 @@ class Recorder:
         """Says and keeps what is known of a bad step."""
         guard = self._parts.exp.optim.guard
         if self._anomalies is not None:
-            self._anomalies.write(*now, values)
+            self._anomalies.write(*now[:3], values)
         self._progress.print(describe(now.step, values, guard))
         if halt and not self.lost:
             self.halted = halt_reason(now.step, values, guard)
 
-    def _speed(self, step: int) -> dict:
+    def _speed(self, now: Moment) -> dict:
         """Speed and memory since the last line."""
-        now, steps = time.monotonic(), max(step - self._marked_step, 1)
-        seconds = max((now - self._mark - self._paused) / steps, 1e-9)
+        steps, course = max(now.step - self._marked_step, 1), self._parts.course
+        seconds = max((time.monotonic() - self._mark - self._paused) / steps, 1e-9)
+        tokens = (now.tokens - course.tokens(self._marked_step)) / steps
         out = {
             "perf/step_s": seconds,
             "perf/data_wait_s": self._waited / steps,
             "perf/hbm_peak_gib": device_memory_peak_gib(jax.local_devices()),
             "perf/host_rss_gib": host_rss_gib(),
         }
-        out |= speed(self._parts.step_tokens, seconds, jax.device_count(), self._parts.flops, self._peak)
-        self.start(step)
+        flops = self._parts.flops(course.leg(now.step - 1).length)
+        out |= speed(tokens, seconds, jax.device_count(), flops, self._peak)
+        self.start(now.step)
         return out
 
     def _write(self, now: Moment, values: dict) -> None:
         if self._writer is not None:
-            self._writer.write(*now, values)
+            self._writer.write(*now[:3], values)
 
     def sync(self) -> None:
         """Brings the metrics to the disk."""

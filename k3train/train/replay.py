@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +25,10 @@ from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.load import load
 from k3train.config.section import Drift
-from k3train.data.batch import Batch
-from k3train.data.loader import Loader
-from k3train.data.rows import plans_of
 from k3train.data.trace import RowTrace
 from k3train.experiment import Experiment
 from k3train.metrics.writers.jsonl import read_jsonl
 from k3train.parallel.coordination import Peers
-from k3train.parallel.distributed import Feed
 from k3train.run.determinism import Strict, read_kept
 from k3train.run.directory import CONFIG, METRICS, read_attempts
 from k3train.run.mirror import local_copy
@@ -39,8 +36,9 @@ from k3train.train.assembly import Assembly
 from k3train.train.begin import Begun, begin_before
 from k3train.train.load import open_run, open_run_data
 from k3train.train.record import step_values
+from k3train.train.rows import Rows
 from k3train.train.state import State
-from k3train.train.step import compile_step
+from k3train.train.step import compile_steps
 
 _OF_A_STEP = ("train", "optim", "mesh", "kernels")  # sections
 _DETERMINISM = "run.determinism"
@@ -151,52 +149,43 @@ def _replay(
     parts, exp = opened.parts, opened.parts.exp
     manager = CheckpointManager(place(run) / CHECKPOINTS, exp.checkpoint, peers=Peers.of_this_run(), note=say)
     begun = begin_before(step, parts, manager, say)
-    parts = parts.going_on(begun.step, begun.tokens)
+    parts = parts.going_on(begun.step, begun.position, begun.tokens)
     if step > parts.steps:
         raise UserError(f"{run}: the run has {parts.steps} steps, so there is no step {step}", ExitCode.USAGE)
     stores = open_run_data(opened, say)
-    feed = parts.feed(exp.train.global_batch)
-    loader = Loader(
-        plans_of(stores, exp.data.packing, exp.data.sequence_length, say),
-        exp.data,
-        exp.train.global_batch,
-        exp.data.shuffle_seed,
-        feed.index,
-        feed.count,
-        start_sample=begun.samples,
-    )
+    rows = Rows(parts, stores, say)
     try:
         with jax.set_mesh(parts.mesh):
-            steps, repeats = _run(parts, begun, loader, feed, step, times, read_record(folder), tick)
+            steps, repeats = _run(parts, begun, rows, step, times, read_record(folder), tick)
     finally:
-        loader.close()
-    return Replay(begun.step, steps, repeats, loader.trace.rows(loader.sample - loader.global_batch, loader.sample))
+        rows.loader.close()
+    return Replay(begun.step, steps, repeats, rows.loader.trace.rows(*parts.course.rows_at(step - 1)))
 
 
 def _run(
     parts: Assembly,
     begun: Begun,
-    loader: Loader,
-    feed: Feed,
+    rows: Rows,
     last: int,
     times: int,
     record: Mapping[int, dict],
     tick: Callable[[int, int], None],
 ) -> tuple[list[Step], list[Repeat]]:
     """The steps after ``begun`` up to ``last``, and the repetitions of that."""
-    step_fn = compile_step(parts)
+    ahead = replace(parts, steps=last)  # what comes after is not wanted
+    step_fns, course = compile_steps(ahead, begun.step), parts.course
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=parts.factory.shardings)
     state, total = begun.state, last - begun.step + times - 1
 
     def once(state: State, number: int) -> tuple[State, dict[str, Any]]:
-        tokens = begun.tokens + (number - begun.step) * parts.step_tokens
-        state, out = step_fn(state, batch, jnp.float32(tokens))
+        step_fn = step_fns[course.leg(number - 1).shape]
+        state, out = step_fn(state, batch, jnp.float32(course.tokens(number)))
         return state, step_values(jax.device_get(out))
 
     steps: list[Step] = []
     before: State | None = None
     for number in range(begun.step + 1, last + 1):
-        batch = Batch(*map(feed, next(loader)))
+        batch = rows.to_mesh(next(rows.loader), number - 1)
         if number == last and times > 1:
             before = copy(state)
         state, values = once(state, number)

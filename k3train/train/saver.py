@@ -81,6 +81,7 @@ class Saver:
         meta = {
             "step": now.step,
             "samples": now.samples,
+            "position": now.position,
             "tokens": now.tokens,
             "config": self._exp.model_dump(mode="json"),
             "seed": self._exp.run.seed,

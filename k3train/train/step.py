@@ -215,6 +215,17 @@ def compile_step(parts: Assembly) -> Callable[[State, Batch, jax.Array], tuple[S
     return whole.lower(parts.factory.abstract, Batch(ids, ids, ids, mask), tokens).compile()
 
 
+def compile_steps(parts: Assembly, first: int) -> dict[tuple[int, int, int], Callable]:
+    """:func:`compile_step` for each shape of the steps that follow ``first`` steps, by ``Leg.shape``.
+
+    All of them at once: that a later one does not fit the device should not come out in the middle of a run.
+    """
+    legs = parts.course.legs
+    ends = [*(leg.step for leg in legs[1:]), parts.steps]
+    ahead = [leg for leg, end in zip(legs, ends, strict=True) if leg.step < parts.steps and first < end]
+    return {leg.shape: compile_step(parts.shaped(leg)) for leg in {leg.shape: leg for leg in ahead}.values()}
+
+
 def batch_facts(batch: Batch) -> dict[str, jax.Array]:
     """What the devices were given: ``hash`` uint32 [2] (``data/batch.py``), ``pad_frac`` and ``docs_per_row``."""
     return {

@@ -103,7 +103,7 @@ def main() -> int:
     exp: Experiment = load(ARGS.config, ARGS.overrides, Experiment).experiment
     parts = assemble(exp, build_mesh(exp.mesh, devices()))
     mesh, out = dict(parts.mesh.shape), {}
-    console.print(f"{ARGS.devices} x {ARGS.target}: {mesh}, {parts.step_tokens:,} tokens a step")
+    console.print(f"{ARGS.devices} x {ARGS.target}: {mesh}, {parts.course.legs[0].step_tokens:,} tokens a step")
     if parts.mesh.shape["expert"] > 1:
         console.print(transports(parts))
     with jax.set_mesh(parts.mesh):
@@ -116,7 +116,9 @@ def main() -> int:
     share = f"{update / step:.1%} of the step's dot FLOPs and {sums[1] / max(sums[0], 1):.1%} of its bytes"
     console.print(f"the optimizer has {share}")
     if ARGS.json:
-        ARGS.json.write_text(json.dumps({"mesh": mesh, "tokens": parts.step_tokens, **out}, indent=1) + "\n")
+        ARGS.json.write_text(
+            json.dumps({"mesh": mesh, "tokens": parts.course.legs[0].step_tokens, **out}, indent=1) + "\n"
+        )
     return 0
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from k3train.data.batch import batch_hash
 from k3train.data.best_fit import BestFit
 from k3train.data.config import DataConfig
+from k3train.data.course import Course
 from k3train.data.header import SplitHeader
 from k3train.data.loader import Loader
 from k3train.data.pack import Chunks
@@ -71,7 +72,7 @@ def main() -> None:
             plan = packing(split, args.sequence_length)
             rows, planned = plan.rows, time.perf_counter() - began
             config = DataConfig(store=folder, sequence_length=args.sequence_length)
-            loader = Loader(plan, config, args.global_batch, seed=0)
+            loader = Loader(plan, config, Course.steady(args.global_batch, args.sequence_length), seed=0)
             batch_hash(next(loader))
             start, rates = megabytes(), []
             for _ in track(range(args.windows), f"reading {packing.__name__}", transient=True):

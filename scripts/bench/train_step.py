@@ -55,7 +55,9 @@ def measure(parts: Assembly, steps: int, profile: Path | None) -> dict:
 
     def one(number: int) -> None:
         nonlocal state
-        state, outputs = step(state, batches[number % BATCHES], jnp.float32((number + 1) * parts.step_tokens))
+        state, outputs = step(
+            state, batches[number % BATCHES], jnp.float32((number + 1) * parts.course.legs[0].step_tokens)
+        )
         jax.block_until_ready(outputs)
 
     for number in range(WARM_UP + steps):
@@ -69,10 +71,10 @@ def measure(parts: Assembly, steps: int, profile: Path | None) -> dict:
                 one(number)
     device, median = jax.devices()[0], float(np.median(times))
     rates = speed(
-        parts.step_tokens,
+        parts.course.legs[0].step_tokens,
         median,
         jax.device_count(),
-        parts.flops,
+        parts.flops(parts.exp.data.sequence_length),
         peak_flops(device.device_kind, parts.compute_dtype.name),
     )
     memory = step.memory_analysis()  # type: ignore[attr-defined]

@@ -123,6 +123,12 @@ def test_missing_keys_name_their_section(experiment):
     (["train.accumulation=4", "mesh.replica=4"], ["train.global_batch", "train.accumulation", "mesh.replica"]),
     (["mesh.fsdp=3", "train.global_batch=9"], ["mesh.fsdp", "model.hidden_size"]),
     (["train.steps=", "train.tokens=1000"], ["train.tokens", "train.global_batch"]),
+    (["train.curriculum=[{tokens: 0, sequence_length: 100}]"], ["train.curriculum", "data.sequence_length"]),
+    (["train.curriculum=[{tokens: 0, sequence_length: 16}]"], ["train.curriculum", "kernels.kda_chunk"]),
+    (["train.curriculum=[{tokens: 0}, {tokens: 1}, {tokens: 2}]"], ["train.curriculum"]),
+    (["train.curriculum=[{tokens: 0, global_batch: 4}]", "mesh.replica=8"], ["train.curriculum", "mesh.replica"]),
+    (["train.curriculum=[{tokens: 0, sequence_length: 64}]", "mesh.context=64", "mesh.replica=1"],
+     ["train.curriculum", "mesh.context"]),
     (["eval.every=5", "data.holdout=0"], ["eval.every", "data.holdout"]),
     (["data.holdout=1"], ["data.holdout"]),
     (["sample.every=5"], ["sample.every", "sample.prompts"]),
@@ -139,6 +145,16 @@ def test_rules_name_the_keys_and_the_fix(experiment, overrides, keys_named):
         assert re.search(rf"\b{re.escape(key)} \(", text), text
     assert "    fix: " in text
     assert "1 fault " in text
+
+
+@pytest.mark.parametrize(("stages", "words"), [
+    ("[{tokens: 5}]", "the first stage begins at tokens: 0, not 5"),
+    ("[{tokens: 0}, {tokens: 1B}, {tokens: 1B}]", "train.curriculum[2].tokens: 1000000000 is not after the"),
+    ("[{tokens: 0, global_batch: 3, accumulation: 2}]", "train.curriculum[0]: 2 microbatches (accumulation) must"),
+    ("[{tokens: 0, length: 3}]", "train.curriculum.0.length: unknown key; train.curriculum.0 takes tokens"),
+])  # fmt: skip
+def test_stages_of_a_curriculum(experiment, stages, words):
+    assert words in faults(experiment, f"train.curriculum={stages}")
 
 
 def test_several_broken_rules_are_told_at_once(experiment):

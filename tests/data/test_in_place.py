@@ -7,6 +7,7 @@ import pytest
 
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
+from k3train.data.course import Course
 from k3train.data.loader import Loader
 from k3train.data.ngram import evaluate_ngram
 from k3train.data.pack import Chunks
@@ -81,7 +82,7 @@ def test_the_side_follows_from_the_ids_alone(texts, tmp_path, make_config):
 def test_training_and_scores_are_those_of_a_copied_store(texts, tmp_path, make_config):
     config = make_config(source=array_files(tmp_path, texts, "uint16"), holdout=0.3)
     store = prepare(config, say=quiet)
-    loader = Loader(Chunks(store.train, 32), config, global_batch=4, seed=1)
+    loader = Loader(Chunks(store.train, 32), config, Course.steady(4, 32), seed=1)
     batch = next(loader)
     loader.close()
     whole = store.train.read(0, store.train.tokens)

@@ -4,6 +4,7 @@ import pytest
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.batch import Batch, batch_hash
+from k3train.data.course import Course
 from k3train.data.holdout import holdout_batches
 from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
@@ -26,8 +27,8 @@ def plan(store, config) -> RowPlan:
     return plan_rows(store, config.packing, config.sequence_length)
 
 
-def take(count: int, store, config, **options) -> list[Batch]:
-    loader = Loader(plan(store, config), config, B, 11, **options)
+def take(count: int, store, config, start: int = 0, rows: int = B, **options) -> list[Batch]:
+    loader = Loader(plan(store, config), config, Course.steady(rows, config.sequence_length, start), 11, **options)
     batches = [next(loader) for _ in range(count)]
     loader.close()
     return batches
@@ -77,7 +78,7 @@ def test_fewer_tokens_than_a_row(tmp_path, make_config):
     config = make_config([tmp_path / "a.txt"], sequence_length=7)
     store = prepare(config, say=quiet)
     with pytest.raises(UserError, match=r"7 tokens are fewer than one row \(data.sequence_length 7 \+ 1\)"):
-        Loader(plan(store, config), config, 1, 0)
+        Loader(plan(store, config), config, Course.steady(1, 7), 0)
     assert Chunks(store.train, 6).rows == 1
 
 
@@ -102,28 +103,25 @@ def test_processes_together_read_the_same_batches(store, config, processes):
 @pytest.mark.parametrize("start", [1, 3, 8, 17])
 def test_resume_anywhere(store, config, start):
     whole = joined(take(40, store, config))
-    resumed = joined(take(30, store, config, start_sample=start))
+    resumed = joined(take(30, store, config, start))
     assert_equal(resumed, Batch(*(array[start : start + 30 * B] for array in whole)))
 
 
 def test_far_starts_cost_no_reading(store, config):
-    loader = Loader(plan(store, config), config, B, 11, start_sample=10**12)
+    loader = Loader(plan(store, config), config, Course.steady(B, 32, 10**12), 11)
     next(loader)
-    assert loader.sample == 10**12 + B
+    assert loader.position == (10**12 + B) * 32
     loader.close()
 
 
 def test_another_batch_size_reads_the_same_samples(store, config):
     whole = joined(take(6, store, config))
-    loader = Loader(plan(store, config), config, 3, 11)
-    assert_equal(joined([next(loader) for _ in range(16)]), whole)
-    assert loader.sample == 48
-    loader.close()
+    assert_equal(joined(take(16, store, config, rows=3)), whole)
 
 
 def test_every_row_once_an_epoch(store, config):
     rows_of = plan(store, config)
-    loader = Loader(rows_of, config, 1, 3)
+    loader = Loader(rows_of, config, Course.steady(1, 32), 3)
     tokens = np.concatenate([next(loader).tokens for _ in range(rows_of.rows)])
     loader.close()
     whole = rows_of.cut(np.arange(rows_of.rows)).tokens
@@ -134,9 +132,9 @@ def test_every_row_once_an_epoch(store, config):
 def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):
     config = make_config(max_epochs=2)
     whole = (Chunks(store.train, 32).rows * 2) // B
-    for options in ({}, {"part": 1, "parts": 2}, {"start_sample": B}):
-        loader = Loader(plan(store, config), config, B, 0, **options)
-        for _ in range(whole - options.get("start_sample", 0) // B):
+    for start, options in ((0, {}), (0, {"part": 1, "parts": 2}), (B, {})):
+        loader = Loader(plan(store, config), config, Course.steady(B, 32, start), 0, **options)
+        for _ in range(whole - start // B):
             next(loader)
         with pytest.raises(UserError, match=r"2 epoch\(s\) of \d+ rows") as error:
             next(loader)
@@ -145,20 +143,20 @@ def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):
 
 
 def test_start_past_the_end(store, make_config):
-    loader = Loader(Chunks(store.train, 32), make_config(max_epochs=1), B, 0, start_sample=10**6)
+    loader = Loader(Chunks(store.train, 32), make_config(max_epochs=1), Course.steady(B, 32, 10**6), 0)
     with pytest.raises(UserError, match="the data is used up"):
         next(loader)
 
 
 def test_processes_must_divide_the_batch(store, config):
-    with pytest.raises(UserError, match="global_batch 8 does not divide into 3 parts"):
-        Loader(plan(store, config), config, B, 0, 0, 3)
+    with pytest.raises(UserError, match="global batch of 8 rows does not divide into 3 parts"):
+        Loader(plan(store, config), config, Course.steady(B, 32), 0, 0, 3)
 
 
 def test_damage_found_while_reading_ahead_surfaces(store, config):
     damaged = open_store(store.path)
     damaged.train.counts = damaged.train.counts.model_copy(update={"max_id": 5})
-    loader = Loader(plan(damaged, config), config, B, 0)
+    loader = Loader(plan(damaged, config), config, Course.steady(B, 32), 0)
     with pytest.raises(UserError, match="a file is damaged"):
         next(loader)
     loader.close()

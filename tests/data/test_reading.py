@@ -12,6 +12,7 @@ from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.data.batch import Batch, batch_hash
 from k3train.data.config import DataConfig, MixtureConfig
+from k3train.data.course import Course
 from k3train.data.holdout import holdout_batches, holdouts
 from k3train.data.loader import Loader
 from k3train.data.mixture import mix
@@ -66,8 +67,9 @@ def plans(stores: Stores, config: DataConfig):
     return plans_of(stores, config.packing, config.sequence_length)
 
 
-def take(count: int, stores: Stores, config: DataConfig, rows: int = B, **options) -> list[Batch]:
-    loader = Loader(plans(stores, config), config, rows, SEED, **options)
+def take(count: int, stores: Stores, config: DataConfig, rows: int = B, start: int = 0, **options) -> list[Batch]:
+    course = Course.steady(rows, config.sequence_length, start)
+    loader = Loader(plans(stores, config), config, course, SEED, **options)
     batches = [next(loader) for _ in range(count)]
     loader.close()
     return batches
@@ -83,7 +85,7 @@ def test_batches_depend_on_neither_start_nor_processes_nor_batch_size(stores, co
     assert len({batch_hash(batch) for batch in whole}) == 12
     rows = joined(whole)
     for start in (8, 35, 40, 57):
-        later = joined(take(4, stores, config, start_sample=start))
+        later = joined(take(4, stores, config, start=start))
         for a, b in zip(later, rows, strict=True):
             np.testing.assert_array_equal(a, b[start : start + 32])
     parts = [take(12, stores, config, part=p, parts=4) for p in range(4)]
@@ -93,8 +95,8 @@ def test_batches_depend_on_neither_start_nor_processes_nor_batch_size(stores, co
 
 
 def test_rows_are_those_of_the_source_that_the_trace_names(stores, config):
-    loader = Loader(plans(stores, config), config, B, SEED, start_sample=32)
-    traces, batch = loader.trace.rows(32, 40), next(loader)
+    loader = Loader(plans(stores, config), config, Course.steady(B, 32, 32), SEED)
+    traces, batch = loader.trace.rows(32 * 32, B, 32), next(loader)
     loader.close()
     assert {row.source for row in traces} == {"web", "code"}
     for row, tokens, segments in zip(traces, batch.tokens, batch.segment_ids, strict=True):
@@ -149,7 +151,7 @@ def test_a_source_that_is_used_up(stores, folder):
     with pytest.raises(UserError, match=r"source code is used up: .* Raise data.sources.code.max_epochs") as error:
         reading.where(np.array([end]))
     assert error.value.exit_code is ExitCode.DATA_EXHAUSTED
-    loader = Loader(plans(stores, config), config, B, SEED)
+    loader = Loader(plans(stores, config), config, Course.steady(B, 32), SEED)
     for _ in range(end // B):
         next(loader)
     with pytest.raises(UserError, match="source code is used up"):

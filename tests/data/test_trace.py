@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
+from k3train.data.course import Course
 from k3train.data.header import ORIGIN_NAMES, ORIGINS
 from k3train.data.loader import Loader
 from k3train.data.order import RowOrder
@@ -32,8 +33,8 @@ def test_documents_equal_the_obvious_ones(store, length):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_rows_are_those_the_loader_reads(store, make_config, packing):
-    loader = Loader(plan_rows(store, packing, 32), make_config(packing=packing), 8, 11, start_sample=24)
-    rows, batch = loader.trace.rows(24, 32), next(loader)
+    loader = Loader(plan_rows(store, packing, 32), make_config(packing=packing), Course.steady(8, 32, 24), 11)
+    rows, batch = loader.trace.rows(24 * 32, 8, 32), next(loader)
     loader.close()
     assert [row.sample for row in rows] == list(range(24, 32))
     for row, tokens, segments in zip(rows, batch.tokens, batch.segment_ids, strict=True):
@@ -68,4 +69,4 @@ def test_a_line_of_a_file_and_a_store_that_knows_no_origins(tmp_path, make_confi
 
 def test_samples_past_the_end(store):
     with pytest.raises(UserError, match="used up"):
-        Trace(Reading([Chunks(store.train, 32)], [RowOrder(5, 0, max_epochs=1)])).rows(4, 6)
+        Trace(Reading([Chunks(store.train, 32)], [RowOrder(5, 0, max_epochs=1)])).rows(4 * 32, 2, 32)

@@ -128,7 +128,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_a_stop_before_the_first_step_and_one_that_waits_for_data(folder: Path):
     """Compiling for ever: both leave, with 12. One of two stuck in its loader: both leave after some patience."""
-    slow = "import time, k3train.train.loop as loop\nloop.compile_step = lambda parts: time.sleep(600)\n"
+    slow = "import time, k3train.train.loop as loop\nloop.compile_steps = lambda parts, first: time.sleep(600)\n"
     with launched(folder, "compiling", 2, before=[slow, slow]) as run:
         run.until(waits(folder / "compiling", attempt=1, phase="compile"))
         run.send(signal.SIGTERM, 1)

@@ -111,11 +111,11 @@ def test_weights_that_were_not_averaged(project):
 @pytest.mark.parametrize(
     ("train", "done", "steps", "tokens"),
     [
-        ({"steps": 4}, (2, 256), 4, 512),
-        ({"steps": 4}, (2, 512), 4, 768),  # the first two steps had twice the rows
-        ({"steps": None, "tokens": 500}, (2, 256), 4, 512),
-        ({"steps": None, "tokens": 500}, (1, 256), 3, 512),
-        ({"steps": None, "tokens": 500}, (9, 600), 9, 600),
+        ({"steps": 4}, (2, 256, 256), 4, 512),
+        ({"steps": 4}, (2, 512, 512), 4, 768),  # the first two steps had twice the rows
+        ({"steps": None, "tokens": 500}, (2, 256, 256), 4, 512),
+        ({"steps": None, "tokens": 500}, (1, 256, 256), 3, 512),
+        ({"steps": None, "tokens": 500}, (9, 600, 600), 9, 600),
     ],
 )
 def test_where_a_run_ends_whose_batch_has_changed(train, done, steps, tokens):

@@ -20,12 +20,13 @@ from launch import last_exit, values
 
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.data.course import Course
 from k3train.data.loader import Loader
 from k3train.experiment import Experiment
 from k3train.run import supervision
 from k3train.run.directory import read_attempts
 from k3train.run.signals import SAVED, exit_code
-from k3train.train import loop
+from k3train.train import loop, step
 from k3train.train.evaluate import Evaluator
 from k3train.train.saver import Saver
 
@@ -44,19 +45,21 @@ class Bench:
     """Runs attempts at one small experiment, compiled once."""
 
     def __init__(self, folder: Path):
-        self.folder, self._parts, self._step, self._score = folder, None, None, None
+        self.folder, self._parts, self._steps, self._score = folder, None, {}, None
         tiny.write_text(folder)
         self.patch = pytest.MonkeyPatch()
-        assemble, compile_step, compile_score = loop.assemble, loop.compile_step, Evaluator.compile
+        assemble, compile_step, compile_score = loop.assemble, step.compile_step, Evaluator.compile
 
         def assemble_once(exp: Experiment):
             self._parts = self._parts or assemble(exp)
-            kernels = self._parts.exp.kernels
-            return dataclasses.replace(self._parts, exp=exp.model_copy(update={"kernels": kernels}))
+            kernels, course = self._parts.exp.kernels, Course(exp.train.stages(exp.data.sequence_length))
+            exp = exp.model_copy(update={"kernels": kernels})
+            return dataclasses.replace(self._parts, exp=exp, course=course).going_on(0, 0, 0)
 
         def compile_once(parts):
-            self._step = self._step or compile_step(parts)
-            return self._step
+            key = parts.exp.train.global_batch, parts.exp.data.sequence_length, parts.total_tokens
+            self._steps[key] = self._steps.get(key) or compile_step(parts)
+            return self._steps[key]
 
         def compile_score_once(evaluator):
             if self._score is None:
@@ -65,7 +68,7 @@ class Bench:
             evaluator._score = self._score
 
         self.patch.setattr(loop, "assemble", assemble_once)
-        self.patch.setattr(loop, "compile_step", compile_once)
+        self.patch.setattr(step, "compile_step", compile_once)
         self.patch.setattr(Evaluator, "compile", compile_score_once)
 
     def experiment(self, name: str, **sections) -> Experiment:
@@ -172,21 +175,21 @@ def test_the_undisturbed_run(whole: Path):
 def test_in_the_compilation(bench: Bench, whole: Path, gate: Gate, monkeypatch):
     """Nothing is lost where a checkpoint was resumed from; a fresh run has none, and only a user does not mind."""
     name = f"compile-{gate._number.name}"
-    compile_step = loop.compile_step
-    monkeypatch.setattr(loop, "compile_step", lambda parts: gate())
+    compile_steps = loop.compile_steps
+    monkeypatch.setattr(loop, "compile_steps", lambda *_: gate())
     code, left, seconds = train(bench.experiment(name))
     fresh = ExitCode.STOPPED_SAVED if gate._number == signal.SIGINT else ExitCode.PREEMPTED_LOST
     assert (code, left) == (fresh, True) and seconds < 5
     assert last_exit(bench.folder / name)["code"] == code
     assert gate._number.name in last_exit(bench.folder / name)["reason"]
-    monkeypatch.setattr(loop, "compile_step", compile_step)
+    monkeypatch.setattr(loop, "compile_steps", compile_steps)
     kill_before(monkeypatch, 4)
     with pytest.raises(Killed):
         loop.train(bench.experiment(name))
     with monkeypatch.context() as context:  # as long as it is being restored it is there all the same
         context.setattr(loop, "begin", lambda *_: gate())
         assert train(bench.experiment(name))[:2] == (exit_code(gate._number.name, kept=True), True)
-    monkeypatch.setattr(loop, "compile_step", lambda parts: gate())
+    monkeypatch.setattr(loop, "compile_steps", lambda *_: gate())
     code, left, seconds = train(bench.experiment(name))
     assert (code, left) == (exit_code(gate._number.name, kept=True), True) and seconds < 5
 
@@ -197,7 +200,7 @@ def test_in_the_wait_for_data(bench: Bench, whole: Path, gate: Gate, monkeypatch
     following = Loader.__next__
 
     def slow(loader):
-        if loader.sample == 3 * loader.global_batch:
+        if loader.step == 3:
             gate()
         return following(loader)
 
@@ -244,7 +247,7 @@ def test_in_the_last_evaluation(bench: Bench, whole: Path, monkeypatch):
     assert train(bench.experiment("last"))[0] == 0
     same_as(bench.folder / "last", whole)
     with monkeypatch.context() as context:  # once more changes nothing, and need not be compiled
-        context.setattr(loop, "compile_step", lambda parts: pytest.fail("compiled"))
+        context.setattr(loop, "compile_steps", lambda *_: pytest.fail("compiled"))
         assert train(bench.experiment("last"))[0] == 0
     same_as(bench.folder / "last", whole)
 
@@ -330,3 +333,20 @@ def test_weights_that_are_not_finite_are_never_saved_and_end_the_run(bench: Benc
     monkeypatch.setattr(bench, "_step", step)
     assert train(exp)[0] == 0
     same_as(bench.folder / "lost", whole)
+
+
+def test_a_curriculum_of_lengths_and_batches(bench: Bench, monkeypatch):
+    """Three steps of 8 half rows, then 4 whole rows a step; killed about the change, the run goes on the same."""
+    curriculum = [{"tokens": 0, "sequence_length": 16, "global_batch": 8, "accumulation": 2}, {"tokens": 300}]
+    sections = {"train": {"steps": STEPS, "curriculum": curriculum}, "checkpoint": {"every": 1, "keep": 9}}
+    assert loop.train(bench.experiment("course", **sections)) == ExitCode.FINISHED
+    course = bench.folder / "course"
+    lines = [json.loads(line) for line in (course / "metrics.jsonl").read_text().splitlines()]
+    told = {line["step"]: (line["tokens"], line["samples"]) for line in lines if "train/loss" in line}
+    assert told == {n: (n * 128, n * 4) for n in range(1, STEPS + 1)}
+    for at in (3, 4, 5):
+        kill_before(monkeypatch, at)
+        with pytest.raises(Killed):
+            loop.train(bench.experiment(f"course{at}", **sections))
+        assert loop.train(bench.experiment(f"course{at}", **sections)) == ExitCode.FINISHED
+        same_as(bench.folder / f"course{at}", course)
