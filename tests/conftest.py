@@ -27,6 +27,14 @@ jax.config.update("jax_enable_compilation_cache", False)
 ROOT = Path(__file__).parent.parent
 
 
+# Minutes a test: begun last, one worker would end alone with them. The order of a file's own tests stays.
+LONGEST = ("tests/parallel/test_parity.py", "tests/e2e/test_elastic.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((i for i, file in enumerate(LONGEST) if item.nodeid.startswith(file)), 9))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

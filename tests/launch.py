@@ -29,6 +29,13 @@ loop.compile_steps = lambda parts, first: Forever()
 Evaluator.compile = lambda self: None
 """
 
+_SHARE = f"""
+sys.path.append({str(Path(__file__).parent)!r})
+import compile_once
+sys.path.pop()
+compile_once.share_programs()
+"""
+
 # Waits before some batch until a file named ``go`` lies in the folder: time for a test to act in.
 _HOLD = """
 import pathlib, time
@@ -55,7 +62,7 @@ def environment(devices: int = 1) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -98,7 +105,7 @@ class Launched:
         for i, found in enumerate(meeting(count)):
             env = environment(devices) | found
             start = before[i] if i < len(before) else ""
-            code = f"import sys\n{start}\nfrom k3train.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+            code = f"import sys\n{_SHARE}\n{start}\nfrom k3train.cli.main import main\nsys.exit(main(sys.argv[1:]))"
             line = [sys.executable, "-c", code, command, str(file), *overrides]
             with (logs / f"{i}.log").open("w") as log:
                 self.processes.append(subprocess.Popen(line, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -168,6 +168,14 @@ def test_test_command_passes_arguments_to_pytest():
     assert cli_test.steps(["-k", "x"])["pytest"][1:] == ["-m", "pytest", "-n", "2", "--dist", "worksteal", "-k", "x"]
 
 
+def test_test_command_keeps_bytecode(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    code = "import k3train.config.errors as e, pathlib; assert pathlib.Path(e.__cached__).exists()"
+    subprocess.run([sys.executable, "-c", code], env=cli_test.environment(str(tmp_path)), check=True)
+    assert any(tmp_path.rglob("*.pyc"))
+
+
 def test_an_interrupt_that_a_library_drops_is_one(command, capsys, monkeypatch):
     """jaxlib, interrupted while it is imported, raises ImportError and nothing else."""
     monkeypatch.setattr(cli, "_heard", [])

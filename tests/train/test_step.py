@@ -1,6 +1,6 @@
 """The train step: loss normalisation, accumulation, meshes, balancing, clipping."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from k3train.parallel.axes import batch_sharding
 from k3train.parallel.mesh import build_mesh
 from k3train.train.assembly import Assembly, assemble
 from k3train.train.loss import batch_loss, count_tokens, mtp_targets
-from k3train.train.step import build_train_step, gradients
+from k3train.train.step import build_train_step
 
 
 def _batch(rows: int = 8, length: int = 32, seed: int = 0) -> Batch:
@@ -29,15 +29,20 @@ def _batch(rows: int = 8, length: int = 32, seed: int = 0) -> Batch:
 
 
 @cache
-def _parts(mesh=(("replica", 1),), deep: bool = False, **train) -> Assembly:
-    """A run's parts; ``deep`` has layers enough for a scanned stack, else there is one of each kind."""
-    sections = {"train": {"global_batch": 8, **{k: v for k, v in train.items() if k in ("accumulation", "remat")}}}
-    sections["model"] = (tiny.MODEL if deep else tiny.SHALLOW) | ({"mtp": {}} if train.get("mtp") else {})
-    if "qk_clip" in train:
-        sections["optim"] = {"qk_clip": train["qk_clip"]}
+def _parts(mesh=(("replica", 1),), **changes) -> Assembly:
+    """A run's parts; each is a program to compile, so that a test changes several things where it can."""
+    sections = {"train": {"global_batch": 8, **{k: v for k, v in changes.items() if k in ("accumulation", "remat")}}}
+    sections["model"] = tiny.SHALLOW | ({"mtp": {}} if changes.get("mtp") else {})
+    if "qk_clip" in changes:
+        sections["optim"] = {"qk_clip": changes["qk_clip"]}
     exp = tiny.experiment(tiny.Path("unused"), mesh=dict(mesh), **sections)
     devices = jax.devices()[: int(np.prod([size for _, size in mesh]))]
     return assemble(exp, build_mesh(exp.mesh, devices))
+
+
+@cache
+def _fresh(parts: Assembly) -> dict:
+    return parts.factory.fresh(0)
 
 
 @cache
@@ -45,12 +50,12 @@ def _compiled(parts: Assembly):
     return jax.jit(build_train_step(parts.decoder, parts.optimizer, parts.exp, 10_000))
 
 
-def _run(parts: Assembly, batch: Batch):
-    """One step from the fresh state; returns the new state and the outputs."""
+def _run(parts: Assembly, batch: Batch, state: dict | None = None):
+    """One step from the state, by default the parts' fresh one; returns the new state and the outputs."""
     sharding = batch_sharding(parts.mesh)
     with jax.set_mesh(parts.mesh):
         batch = jax.tree.map(lambda a: jax.device_put(a, sharding), batch)
-        return _compiled(parts)(parts.factory.fresh(0), batch, jnp.float32(1000))
+        return _compiled(parts)(state or _fresh(parts), batch, jnp.float32(1000))
 
 
 def _close(got, want, tolerance):
@@ -59,50 +64,33 @@ def _close(got, want, tolerance):
         assert np.abs(a - b).max(initial=0) <= tolerance * np.abs(b).max(initial=0) + 1e-12, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize(
-    "mesh", [(("replica", 4),), (("replica", 1), ("fsdp", 4)), (("replica", 2), ("fsdp", 2))], ids=str
-)
-def test_four_devices_equal_one(mesh):
-    """The state after one step: per array max|difference| <= 1e-4 max|value|, float32."""
-    batch = _batch()
+def test_four_devices_equal_one():
+    """The state after one step: per array max|difference| <= 1e-4 max|value|, float32.
+
+    Gradients on every other mesh are tests/parallel/test_parity.py's.
+    """
+    batch, mesh = _batch(), (("replica", 2), ("fsdp", 2))
+    for name in ("params", "buffers"):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), _fresh(_parts(mesh))[name], _fresh(_parts())[name])
     one, one_out = _run(_parts(), batch)
     four, four_out = _run(_parts(mesh), batch)
     _close(four["params"], one["params"], 1e-4)
     _close(four["buffers"], one["buffers"], 1e-4)
     _close(four_out["parts"]["loss"], one_out["parts"]["loss"], 1e-4)
     np.testing.assert_array_equal(four_out["parts"]["load"], one_out["parts"]["load"])
-    if dict(mesh).get("fsdp"):
-        table = four["params"]["embedding"]["table"]
-        assert table.addressable_shards[0].data.shape != table.shape, "fsdp shards nothing"
+    table = four["params"]["embedding"]["table"]
+    assert table.addressable_shards[0].data.shape != table.shape, "fsdp shards nothing"
 
 
-def test_four_devices_give_the_gradients_of_one():
-    def grads(parts: Assembly):
-        sharding = batch_sharding(parts.mesh)
-        with jax.set_mesh(parts.mesh):
-            state = parts.factory.fresh(0)
-            batch = jax.tree.map(lambda a: jax.device_put(a, sharding), _batch())
-            return jax.jit(lambda s, b: gradients(parts.decoder, parts.exp, s["params"], s["buffers"], b)[0])(
-                state, batch
-            )
-
-    _close(grads(_parts((("replica", 2), ("fsdp", 2)), deep=True)), grads(_parts(deep=True)), 1e-4)
-
-
-def test_accumulation_equals_the_whole_batch():
+def test_neither_accumulation_nor_remat_changes_anything():
     """Documents and padding are uneven over microbatches; one global count must weigh them."""
     batch = _batch()
     want, want_out = _run(_parts(), batch)
-    got, got_out = _run(_parts(accumulation=4), batch)
+    got, got_out = _run(_parts(accumulation=4, remat="none"), batch, _fresh(_parts()))
     _close(got["params"], want["params"], 1e-4)
     _close(got["buffers"], want["buffers"], 1e-4)
     for name in ("loss", "load", "max_logit", "accuracy"):
         np.testing.assert_allclose(got_out["parts"][name], want_out["parts"][name], rtol=1e-5)
-
-
-def test_remat_changes_nothing():
-    batch = _batch()
-    _close(_run(_parts(remat="none"), batch)[0]["params"], _run(_parts(), batch)[0]["params"], 1e-4)
 
 
 def test_no_supervised_token_is_no_loss_and_no_nan():
@@ -119,19 +107,6 @@ def test_router_bias_moves_and_is_centred():
     np.testing.assert_array_equal(out["router_bias"].shape, (1, 8))
 
 
-def test_qk_clip_holds_logits():
-    parts = _parts(qk_clip=1e-4)
-    before = parts.factory.fresh(0)["params"]["layers"]
-    state, out = _run(parts, _batch())
-    assert int(out["clip"]["attn/qk_clip_heads"]) == 2 and float(out["clip"]["attn/qk_clip_min_gamma"]) < 1
-    name = next(seg for seg, kinds in before.items() for p in kinds.values() if "kv_b_proj" in p["mixer"])
-    old = next(p for p in before[name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]
-    new = next(p for p in state["params"]["layers"][name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]
-    keys = np.arange(old.shape[-1]) % 32 < 16  # [nope 16 | value 16] of each head
-    assert np.abs(new[..., keys]).max() < 0.5 * np.abs(old[..., keys]).max()
-    assert np.abs(new[..., ~keys]).max() > 0.5 * np.abs(old[..., ~keys]).max()
-
-
 def test_mtp_targets_stay_in_their_document():
     batch = Batch(
         tokens=jnp.asarray([[1, 2, 3, 4, 5, 6]]),
@@ -144,15 +119,36 @@ def test_mtp_targets_stay_in_their_document():
     np.testing.assert_array_equal(np.where(mask, targets, 0), [[3, 0, 0, 6, 7, 0]])
 
 
-def test_mtp_loss_is_counted_by_its_own_targets():
-    parts = _parts(mtp=True)
-    state, batch = parts.factory.fresh(0), _batch()
-    total, out = batch_loss(
-        parts.decoder, state["params"], state["buffers"], batch, count_tokens(batch), parts.exp.kernels, 0.0
-    )
-    assert float(out["mtp_loss"]) == pytest.approx(np.log(259), rel=0.05)
-    assert float(total) == pytest.approx(float(out["loss"]) + 0.3 * float(out["mtp_loss"]), rel=1e-6)
-    assert "mtp_max_logit" in out
-    new, _ = _run(parts, batch)
+@pytest.fixture(scope="module")
+def clipped_mtp() -> tuple[Assembly, dict, dict]:
+    """(parts, new state, outputs) of a step with clipping of queries and keys and multi-token prediction."""
+    parts = _parts(qk_clip=1e-4, mtp=True)
+    return parts, *_run(parts, _batch())
+
+
+def test_qk_clip_holds_logits(clipped_mtp):
+    parts, state, out = clipped_mtp
+    before = _fresh(parts)["params"]["layers"]
+    assert int(out["clip"]["attn/qk_clip_heads"]) == 4 and float(out["clip"]["attn/qk_clip_min_gamma"]) < 1
+    name = next(seg for seg, kinds in before.items() for p in kinds.values() if "kv_b_proj" in p["mixer"])
+    old = next(p for p in before[name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]
+    new = next(p for p in state["params"]["layers"][name].values() if "kv_b_proj" in p["mixer"])["mixer"]["kv_b_proj"]
+    keys = np.arange(old.shape[-1]) % 32 < 16  # [nope 16 | value 16] of each head
+    assert np.abs(new[..., keys]).max() < 0.5 * np.abs(old[..., keys]).max()
+    assert np.abs(new[..., ~keys]).max() > 0.5 * np.abs(old[..., ~keys]).max()
+
+
+def test_mtp_loss_is_counted_by_its_own_targets(clipped_mtp):
+    parts, new, out = clipped_mtp
+    state, batch = _fresh(parts), _batch()
+    assert float(out["parts"]["mtp_loss"]) == pytest.approx(np.log(259), rel=0.05)
+
+    def loss(params, buffers):
+        return batch_loss(parts.decoder, params, buffers, batch, count_tokens(batch), parts.exp.kernels, 0.0)
+
+    total, terms = jax.jit(loss)(state["params"], state["buffers"])
+    assert float(terms["mtp_loss"]) == pytest.approx(float(out["parts"]["mtp_loss"]), rel=1e-5)
+    assert float(total) == pytest.approx(float(terms["loss"]) + 0.3 * float(terms["mtp_loss"]), rel=1e-6)
+    assert "mtp_max_logit" in terms
     moved = new["params"]["mtp_entry"]["projection"] - state["params"]["mtp_entry"]["projection"]
     assert np.abs(moved).max() > 0 and np.abs(jax.tree.leaves(new["buffers"]["mtp_layers"])[0]).max() > 0
