@@ -104,7 +104,8 @@ def dedup(
 def _sketch(work: Work, jobs: list[dict[str, Any]], count: int, progress: Callable[[Progress], None]) -> None:
     total, done, documents = sum(job["bytes"] for job in jobs), 0, 0
     bad: dict[int, str] = {}
-    with Workers(count, work.dump(), lambda job: do(work, None, job)) as workers:
+    again = "Nothing was written: run it again"
+    with Workers(count, work.dump(), lambda job: do(work, None, job), "data dedup", again) as workers:
         for number, result in workers.map(jobs):
             if "bad" in result:
                 bad[number] = result["bad"]

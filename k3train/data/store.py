@@ -1,4 +1,4 @@
-"""The memory-mapped token store: a folder of token shards with document offsets and a verified header. Imports no JAX.
+"""The token store: a folder of token shards with document offsets and a verified header. Imports no JAX.
 
 header.json              what lies here and what it was made from (``data/header.py``)
 skips.jsonl              records left out: file, line, byte offset, reason
@@ -33,6 +33,7 @@ from k3train.data.header import (
     TokenFile,
 )
 from k3train.data.integrity import CURE, damage, read_header, refuse_address
+from k3train.data.token_reader import TokenReader
 from k3train.data.tokenizer import Tokenizer
 
 SKIPS = "skips.jsonl"
@@ -57,7 +58,7 @@ class Origin(NamedTuple):
 
 
 class Split:
-    """One side of a store (train or holdout); arrays are mapped, not read."""
+    """One side of a store (train or holdout); tables are mapped, tokens read as they are asked for."""
 
     def __init__(self, folder: Path, counts: SplitHeader, dtype: str, shard_tokens: int):
         self.folder = folder
@@ -116,9 +117,9 @@ class Split:
         return json.loads((self.folder / ORIGIN_NAMES).read_text(encoding="utf-8"))
 
     @cached_property
-    def _shards(self) -> list[np.ndarray]:
+    def _shards(self) -> list[TokenReader]:
         count = -(-self.tokens // self.shard_tokens)
-        return [_mapped(self.folder / shard_name(i), self.dtype) for i in range(count)]
+        return [TokenReader(self.folder / shard_name(i), self.dtype) for i in range(count)]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), int32 [stop - start].
@@ -152,9 +153,9 @@ class Split:
         at = start
         while at < stop:
             shard, inside = divmod(at, self.shard_tokens)
-            part = self._shards[shard][inside : inside + stop - at]
-            yield part
-            at += len(part)
+            end = min(self.shard_tokens, inside + stop - at)
+            yield self._shards[shard].read(inside, end)
+            at += end - inside
 
     def check_files(self, listed: set[str]) -> None:
         """Raise UserError where the token files do not hold the header's tokens; ``listed`` are the header's files."""
@@ -183,8 +184,8 @@ class InPlaceSplit(Split):
         return _mapped(self.folder / EXTENTS, np.dtype("<i8")).reshape(-1, 3)
 
     @cached_property
-    def _arrays(self) -> list[np.ndarray]:
-        return [_mapped(Path(file.path), np.dtype(file.dtype)) for file in self._token_files]
+    def _arrays(self) -> list[TokenReader]:
+        return [TokenReader(Path(file.path), np.dtype(file.dtype)) for file in self._token_files]
 
     def _parts(self, start: int, stop: int) -> Iterator[np.ndarray]:
         firsts = self._extents[:, 0]
@@ -192,7 +193,7 @@ class InPlaceSplit(Split):
         while at < stop:
             first, file, place = self._extents[number].tolist()
             end = min(int(firsts[number + 1]) if number + 1 < len(firsts) else self.tokens, stop)
-            yield self._arrays[file][place + at - first : place + end - first].astype(np.int64)
+            yield self._arrays[file].read(place + at - first, place + end - first).astype(np.int64)
             at, number = end, number + 1
 
     def check_files(self, listed: set[str]) -> None:

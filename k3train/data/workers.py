@@ -34,10 +34,19 @@ class Workers:
       count: processes.
       setup: what each is told at the start (``data/worker.py``).
       here: does a job in this process.
+      command: what they work for, to be named where one dies.
+      kept: what is not lost then and what to do; a clause.
     """
 
-    def __init__(self, count: int, setup: dict[str, Any], here: Callable[[Job], Any]):
-        self._here = here
+    def __init__(
+        self,
+        count: int,
+        setup: dict[str, Any],
+        here: Callable[[Job], Any],
+        command: str = "data prepare",
+        kept: str = "What was tokenized is kept: run it again and it goes on there",
+    ):
+        self._here, self._command, self._kept = here, command, kept
         self._processes = [_start(setup) for _ in range(count)] if count > 1 else []
 
     def __enter__(self) -> "Workers":
@@ -98,7 +107,23 @@ class Workers:
             else:
                 yield message[0], message[1]["result"]
         if failures:
-            _raise(failures[min(failures)])
+            self._raise(failures[min(failures)])
+
+    def _raise(self, failure: dict[str, Any]) -> None:
+        match failure["kind"]:
+            case "user":
+                raise UserError(failure["message"], ExitCode(failure["code"]))
+            case "os":
+                raise OSError(failure["errno"], failure["message"], failure["path"])
+            case "died":
+                status = failure["status"]
+                how = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"ended with {status}"
+                raise UserError(
+                    f"a worker of {self._command} {how}. {self._kept}, with fewer data.source.workers if the memory "
+                    "was too small"
+                )
+            case _:
+                raise RuntimeError(f"a worker of {self._command} failed:\n{failure['message']}")
 
 
 def _start(setup: dict[str, Any]) -> subprocess.Popen[str]:
@@ -132,20 +157,3 @@ def _ask(process: subprocess.Popen[str], job: Job) -> dict[str, Any]:
         if line:
             return json.loads(line)
     return {"failure": {"kind": "died", "status": process.wait()}}
-
-
-def _raise(failure: dict[str, Any]) -> None:
-    match failure["kind"]:
-        case "user":
-            raise UserError(failure["message"], ExitCode(failure["code"]))
-        case "os":
-            raise OSError(failure["errno"], failure["message"], failure["path"])
-        case "died":
-            status = failure["status"]
-            how = f"was killed by signal {-status} (out of memory?)" if status < 0 else f"ended with {status}"
-            raise UserError(
-                f"a worker of data prepare {how}. What was tokenized is kept: run it again and it goes on there, with "
-                "fewer data.source.workers if the memory was too small"
-            )
-        case _:
-            raise RuntimeError(f"a worker of data prepare failed:\n{failure['message']}")

@@ -1,8 +1,12 @@
+import os
+import shutil
+
 import numpy as np
 import pytest
 
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
+from k3train.data import token_reader
 from k3train.data.batch import Batch, batch_hash
 from k3train.data.course import Course
 from k3train.data.holdout import holdout_batches
@@ -159,6 +163,44 @@ def test_damage_found_while_reading_ahead_surfaces(store, config):
     loader = Loader(plan(damaged, config), config, Course.steady(B, 32), 0)
     with pytest.raises(UserError, match="a file is damaged"):
         next(loader)
+    loader.close()
+
+
+def test_a_file_that_shrinks_under_a_run_ends_it_with_a_message(store, config, tmp_path):
+    """A mapped file would end the process with SIGBUS. Asked again, the loader says it again and does not hang."""
+    copy = tmp_path / "copy"
+    shutil.copytree(store.path, copy)
+    loader = Loader(plan(open_store(copy), config), config, Course.steady(B, 32), 0)
+    next(loader)
+    for shard in (copy / "train").glob("tokens-*.bin"):
+        os.truncate(shard, 100)
+    says = r"tokens-\d+.bin: ends at byte \d+, and ids up to byte \d+ were asked for: it was cut short"
+    with pytest.raises(UserError, match=says) as error:
+        for _ in range(config.prefetch + 2):
+            next(loader)
+    assert error.value.exit_code is ExitCode.CONFIG
+    with pytest.raises(UserError, match="was cut short"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "surfaces", "says"),
+    [
+        (OSError(5, "Input/output error"), UserError, r"cannot be read at byte \d+ \(Input/output error\)"),
+        (MemoryError("no memory"), MemoryError, "no memory"),
+    ],
+)
+def test_what_befalls_the_reading_thread_surfaces(store, config, monkeypatch, error, surfaces, says):
+    def fails(*_):
+        raise error
+
+    loader = Loader(plan(store, config), config, Course.steady(B, 32), 0)
+    next(loader)
+    monkeypatch.setattr(token_reader.os, "pread", fails)
+    with pytest.raises(surfaces, match=says):
+        for _ in range(config.prefetch + 2):
+            next(loader)
     loader.close()
 
 

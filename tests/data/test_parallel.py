@@ -223,11 +223,19 @@ def test_errors_of_workers_are_the_errors_of_one_process(make_config, tmp_path, 
     says = r"failed:\nTraceback(.|\n)*KeyError: 'do'"
     with Workers(2, work.dump(), lambda _: None) as started, pytest.raises(RuntimeError, match=says):
         list(started.map([{}]))
-    with Workers(2, work.dump(), lambda _: None) as started:
-        for process in started._processes:
-            process.kill()
-        with pytest.raises(UserError, match=r"was killed by signal 9 .*run it again and it goes on there"):
-            list(started.map([{}, {}]))
+    dedup = ("data dedup", "Nothing was written: run it again")
+    for of, says in (
+        ((), r"data prepare was .*run it again and it goes on there"),
+        (dedup, "data dedup was .*Nothing"),
+    ):
+        with Workers(2, work.dump(), lambda _: None, *of) as started:
+            for process in started._processes:
+                process.kill()
+            with pytest.raises(UserError, match=says.replace("was", "was killed by signal 9")):
+                list(started.map([{}, {}]))
+    torn = ["sh", "-c", "read job; printf '{\"resul'; kill -9 $$"]  # killed in the middle of an answer
+    with subprocess.Popen(torn, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert workers._ask(process, {}) == {"failure": {"kind": "died", "status": -9}}
     with Workers(2, work.dump(), lambda _: None) as started:
         job = {"do": "shard", "folders": [], "plan": "none.npy", "out": str(tmp_path)}
         with pytest.raises(FileNotFoundError):
