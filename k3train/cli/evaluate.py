@@ -39,10 +39,13 @@ def run(args: argparse.Namespace) -> int:
             loaded.params, loaded.buffers, lambda done, total: bar.update(task, completed=done, total=total)
         )
     if args.json:
-        print(json.dumps({"run": args.run, "step": loaded.step} | score._asdict()))
+        print(json.dumps({"run": args.run, "step": loaded.step} | score.as_json()))
     else:
         print(
             f"{args.run} step {loaded.step}: loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
             f"over {score.tokens:,} tokens"
         )
+        for name, one in score.sources.items():
+            loss, bits = f"{one.loss:.4f} nats/token", f"{one.bits_per_byte:.4f} bits/byte"
+            print(f"  {name}: loss {loss}, {bits} over {one.tokens:,} tokens")
     return 0

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from k3train.config.section import (
     Section,
     Strings,
 )
-from k3train.data.shares import Blocks, blocks
+from k3train.data.shares import Blocks, Phase, blocks
 
 _SOURCE_NAME = "[A-Za-z][A-Za-z0-9_-]*"
 
@@ -115,7 +115,7 @@ class NamedSource(Section, drift="free"):
     source: SourceConfig | None = None
     """As ``data.source``."""
     max_epochs: Positive | None = None
-    """End with exit 20 when the source has been read so often; none reads on."""
+    """How often it may be read; ``data.mixture.used_up`` says what follows. None reads on."""
 
 
 class PhaseConfig(Section, drift="branch"):
@@ -125,6 +125,8 @@ class PhaseConfig(Section, drift="branch"):
     """Nominal tokens (rows x length) of the run at which the phase begins, at the next border of a block."""
     weights: dict[str, NonNegativeFloat]
     """Share of rows by source, in proportion; a source that is not named has 0."""
+    blend: Literal["none", "linear"] = "none"
+    """``linear``: shares move in a straight line to the next phase's, which begins with its own."""
 
 
 class MixtureConfig(Section, drift="branch"):
@@ -135,13 +137,22 @@ class MixtureConfig(Section, drift="branch"):
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)]
     """Weights and where they begin to hold; the first at tokens: 0."""
 
-    def blocks(self, names: Iterable[str], sequence_length: int) -> Blocks:
+    used_up: Literal["error", "reweight"] = "error"
+    """Of a source that was read ``max_epochs`` times: the run ends with exit 20, or the others share its weight."""
+
+    def blocks(
+        self, names: Iterable[str], sequence_length: int, most: Mapping[str, int | None] | None = None
+    ) -> Blocks:
         """What the blocks hold of the named sources.
+
+        Args:
+          most: rows that may be read of each, where ``used_up`` is ``reweight``.
 
         Raises:
           ValueError: see ``data/shares.py``.
         """
-        return blocks(names, self.block, [(phase.tokens, phase.weights) for phase in self.phases], sequence_length)
+        phases = [Phase(phase.tokens, phase.weights, phase.blend == "linear") for phase in self.phases]
+        return blocks(names, self.block, phases, sequence_length, most if self.used_up == "reweight" else None)
 
 
 class DataConfig(Section, drift="frozen"):
@@ -215,9 +226,11 @@ class DataConfig(Section, drift="frozen"):
         return self.model_copy(update={"sources": bare})
 
     def without_limits(self) -> "DataConfig":
-        """The same without ``max_epochs``."""
+        """The same without ``max_epochs`` as an end; where it moves weights to others, it is part of the order."""
         if self.sources is None:
             return self.model_copy(update={"max_epochs": None})
+        if self.mixture is not None and self.mixture.used_up == "reweight":
+            return self
         endless = {name: s.model_copy(update={"max_epochs": None}) for name, s in self.sources.items()}
         return self.model_copy(update={"sources": endless})
 

@@ -56,23 +56,24 @@ class Holdout:
 class Holdouts:
     """Batches over the held-out sides of all sources, one after the other; each begins a batch of its own."""
 
-    parts: tuple[Holdout, ...]
+    parts: dict[str, Holdout]
+    """By the source's name, in their order; under an empty name where there is one."""
 
     @property
     def supervised(self) -> int:
         """Targets scored."""
-        return sum(part.supervised for part in self.parts)
+        return sum(part.supervised for part in self.parts.values())
 
     @property
     def source_bytes(self) -> int:
         """Bytes of text that they stand for."""
-        return sum(part.source_bytes for part in self.parts)
+        return sum(part.source_bytes for part in self.parts.values())
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.parts.values()))
 
     def __iter__(self) -> Iterator[Batch]:
-        return chain.from_iterable(self.parts)
+        return chain.from_iterable(self.parts.values())
 
 
 def holdouts(
@@ -86,10 +87,11 @@ def holdouts(
     Raises:
       UserError: no source holds out anything; otherwise like :func:`holdout_batches`.
     """
-    some = [store for store in stores.by_name.values() if store.holdout.tokens > 1]
-    chosen = some or list(stores.by_name.values())[:1]
+    some = {name: store for name, store in stores.by_name.items() if store.holdout.tokens > 1}
+    chosen = some or dict(list(stores.by_name.items())[:1])
+    place = {"part": part, "parts": parts}
     return Holdouts(
-        tuple(holdout_batches(store, sequence_length, batch, max_rows, part=part, parts=parts) for store in chosen)
+        {name: holdout_batches(store, sequence_length, batch, max_rows, **place) for name, store in chosen.items()}
     )
 
 

@@ -63,9 +63,14 @@ class Loader(Iterator[Batch]):
         return self.course.position(self.step)
 
     @property
-    def epoch(self) -> float:
-        """How often the data has been read: rows read over the rows of all sources."""
-        return self.position / (self.reading.rows * self.reading.length)
+    def epochs(self) -> dict[str, float]:
+        """How often the data has been read: rows read over rows there are, of all sources under ``""``, and of each of
+        several by its name."""
+        rows = self.position / self.reading.length
+        found = {"": rows / self.reading.rows}
+        if self.reading.mixture is not None:
+            found |= {use.name: use.epochs for use in self.reading.usage(int(rows))}
+        return found
 
     def __next__(self) -> Batch:
         """The next batch.

@@ -7,7 +7,7 @@ al. 2024).
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +26,7 @@ class Mixture:
     block: int
     """B."""
     firsts: np.ndarray
-    """int64 [phases], first block of each phase; the first is 0, and they increase."""
+    """int64 [phases], first block of each phase (or stretch of one, ``shares.Blocks``); the first is 0."""
     counts: np.ndarray
     """int64 [phases, n], rows of each source in each block of a phase; each sums to B."""
     seed: int
@@ -95,27 +95,39 @@ class Mixture:
         return phases
 
 
-def mixture_of(config: DataConfig, seed: int) -> Mixture | None:
+def mixture_of(config: DataConfig, seed: int, rows: Mapping[str, int] | None = None) -> Mixture | None:
     """The mixture of a data section; None where there is one source.
 
     Args:
       seed: of the run's data.
+      rows: of each source; without them no source is ever used up.
 
     Raises:
       ValueError: see :func:`mix`; a section that was validated, and not changed since, raises none.
     """
     if config.mixture is None or config.sources is None:
         return None
-    return mix(config.mixture, config.sources, config.sequence_length, seed)
+    epochs = {name: source.max_epochs for name, source in config.sources.items()}
+    most = {name: limit and limit * rows[name] for name, limit in epochs.items()} if rows else None
+    return mix(config.mixture, config.sources, config.sequence_length, seed, most)
 
 
-def mix(config: MixtureConfig, names: Iterable[str], sequence_length: int, seed: int) -> Mixture:
+def mix(
+    config: MixtureConfig,
+    names: Iterable[str],
+    sequence_length: int,
+    seed: int,
+    most: Mapping[str, int | None] | None = None,
+) -> Mixture:
     """The mixture of sources; their order does not matter.
+
+    Args:
+      most: rows that may be read of each, which matters where ``config.used_up`` is ``reweight``.
 
     Raises:
       ValueError: see ``shares.blocks``.
     """
-    plan = config.blocks(names, sequence_length)
+    plan = config.blocks(names, sequence_length, most)
     firsts, counts = np.array(plan.firsts, np.int64), np.array(plan.counts, np.int64)
     return Mixture(plan.names, config.block, firsts, counts, derived_seed(seed, "blocks"))
 

@@ -150,11 +150,12 @@ def reading_of(plans: RowPlan | Mapping[str, RowPlan], config: DataConfig, seed:
     Raises:
       UserError: there is no row in a source.
     """
-    mixture = mixture_of(config, seed)
-    if mixture is None:
+    if config.mixture is None:
         plan = plans if isinstance(plans, RowPlan) else plans[""]
         return Reading([plan], [RowOrder(plan.rows, seed, config.max_epochs)])
     assert not isinstance(plans, RowPlan) and config.sources is not None
+    mixture = mixture_of(config, seed, {name: plan.rows for name, plan in plans.items()})
+    assert mixture is not None
     orders = [
         RowOrder(plans[name].rows, derived_seed(seed, f"source {name}"), config.sources[name].max_epochs)
         for name in mixture.names

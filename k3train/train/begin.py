@@ -148,8 +148,14 @@ def _position(parts: Assembly, meta: dict, say: Say) -> int:
 def _mixture_goes_on(data: DataConfig, before: dict[str, Any], samples: int) -> bool:
     """Whether the first ``samples`` samples are the same rows of the same sources as under the config ``before``."""
     now, was = mixture_of(data, 0), before.get("mixture")
-    if now is None or was is None:
+    if now is None or was is None or data.sources is None or data.mixture is None:
         return samples == 0 or (now is None and was is None)
+    if "reweight" in (was.get("used_up"), data.mixture.used_up):
+        limits = {name: source.max_epochs for name, source in data.sources.items()}
+        if limits != {name: source["max_epochs"] for name, source in before["sources"].items()}:
+            return samples == 0
+        if was.get("used_up") != data.mixture.used_up:
+            return samples == 0
     return now.agrees(mix(MixtureConfig.model_validate(was), before["sources"], data.sequence_length, 0), samples)
 
 

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from k3train.data.batch import Batch
-from k3train.data.holdout import holdouts
+from k3train.data.holdout import Holdout, Holdouts, holdouts
 from k3train.data.stores import Stores
 from k3train.models.param import compute_copy
 from k3train.parallel.axes import batch_sharding, replicated
@@ -23,11 +24,32 @@ class Score(NamedTuple):
       loss: nats a supervised token.
       bits_per_byte: nats / ln 2 over bytes of text (convention in ``data/holdout.py``).
       tokens: supervised tokens.
+      sources: the same of each of several sources, by name.
     """
 
     loss: float
     bits_per_byte: float
     tokens: int
+    sources: "dict[str, Score]"
+
+    def as_json(self) -> dict[str, Any]:
+        """Values by name, the sources' nested where there are several."""
+        found = self._asdict() | {"sources": {name: score.as_json() for name, score in self.sources.items()}}
+        return found if self.sources else {name: value for name, value in found.items() if name != "sources"}
+
+    def metrics(self) -> dict[str, float]:
+        """Values by the names of ``metrics.jsonl``."""
+        return {
+            f"eval/holdout{of}/{name}": value
+            for of, score in [("", self), *((f"-{name}", score) for name, score in self.sources.items())]
+            for name, value in (("loss", score.loss), ("bpb", score.bits_per_byte), ("tokens", score.tokens))
+        }
+
+
+def score_of(nats: float, data: Holdout | Holdouts, sources: dict[str, Score] | None = None) -> Score:
+    """What the sum of nats over held-out text comes to."""
+    bits = nats / math.log(2) / max(data.source_bytes, 1)
+    return Score(nats / max(data.supervised, 1), bits, data.supervised, sources or {})
 
 
 class Evaluator:
@@ -82,9 +104,7 @@ class Evaluator:
                 nats.append(self._score(params, buffers, batch))
                 jax.block_until_ready(nats[-2:-1])  # one batch ahead of the devices, so that ``tick`` keeps their pace
                 tick(i + 1, total)
-        sum_nats = math.fsum(float(value) for value in nats)
-        return Score(
-            sum_nats / max(self.data.supervised, 1),
-            sum_nats / math.log(2) / max(self.data.source_bytes, 1),
-            self.data.supervised,
-        )
+        values = iter([float(value) for value in nats])
+        sums = {name: math.fsum(islice(values, len(part))) for name, part in self.data.parts.items()}
+        each = {name: score_of(sums[name], part) for name, part in self.data.parts.items() if name}
+        return score_of(math.fsum(sums.values()), self.data, each)

@@ -251,7 +251,7 @@ class Run:
                 step = self.phases.step = step + 1
                 tokens = jnp.float32(self.parts.course.tokens(step))
                 self.state, outputs = step_fns[shape](self.state, batch, tokens)
-                self.recorder.step(self.now(step), outputs, self.loader.epoch)
+                self.recorder.step(self.now(step), outputs, self.loader.epochs)
                 profiler.after(step, outputs)
                 if self.recorder.halted:
                     return self.halt(step, ExitCode.NON_FINITE, self.recorder.halted)
@@ -327,19 +327,12 @@ class Run:
             score = self.evaluator(self.state["params"], self.state["buffers"], lambda done, total: self.give_way())
         seconds = time.monotonic() - began
         self.recorder.pause(seconds)
-        self.recorder.event(
-            self.now(step),
-            {
-                "eval/holdout/loss": score.loss,
-                "eval/holdout/bpb": score.bits_per_byte,
-                "eval/holdout/tokens": score.tokens,
-                "perf/eval_s": seconds,
-            },
-        )
+        self.recorder.event(self.now(step), score.metrics() | {"perf/eval_s": seconds})
         self.saver.manager.note_score(step, score.loss)
         self.say(
             f"step {step}: held-out loss {score.loss:.4f} nats/token, {score.bits_per_byte:.4f} bits/byte "
             f"({score.tokens:,} tokens, {seconds:.1f} s)"
+            + "".join(f"; {name} {one.loss:.4f}, {one.bits_per_byte:.4f}" for name, one in score.sources.items())
         )
 
     def give_way(self) -> None:

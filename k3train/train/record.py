@@ -71,7 +71,7 @@ class Recorder:
         self._peak = peak_flops(device.device_kind, parts.exp.train.compute_dtype)
         self._anomalies = anomalies
         self._extra: dict = {}
-        self._late: tuple[Moment, dict, float] | None = None
+        self._late: tuple[Moment, dict, dict[str, float]] | None = None
         self._mark, self._marked_step, self._paused, self._waited = time.monotonic(), 0, 0.0, 0.0
         self.halted: str | None = None
         """Why the guard ends the run, once it does; the same on every process at the same step."""
@@ -94,10 +94,14 @@ class Recorder:
         """Counts time spent waiting for a batch."""
         self._waited += seconds
 
-    def step(self, now: Moment, outputs: dict, epoch: float) -> None:
-        """Takes the outputs of the step just dispatched, still being computed, and writes down the step before it."""
+    def step(self, now: Moment, outputs: dict, epochs: dict[str, float]) -> None:
+        """Takes the outputs of the step just dispatched, still being computed, and writes down the step before it.
+
+        Args:
+          epochs: how often each source was read, of all together under an empty name.
+        """
         self.flush(timed=True)
-        self._late = (now, outputs, epoch)
+        self._late = (now, outputs, epochs)
 
     def flush(self, timed: bool = False) -> None:
         """Writes down the step that is held back; waits for it to be computed.
@@ -106,10 +110,10 @@ class Recorder:
         """
         if self._late is None:
             return
-        (now, outputs, epoch), self._late = self._late, None
+        (now, outputs, epochs), self._late = self._late, None
         step = now.step
         out = jax.device_get(outputs)
-        values = step_values(out) | {"data/epoch": epoch}
+        values = step_values(out) | {"data/epoch" + f"/{name}" * bool(name): epoch for name, epoch in epochs.items()}
         if not math.isfinite(values["train/param_norm"]):
             self.lost = True
             self.halted = f"the weights are not finite after step {step}; the checkpoints before it are kept"

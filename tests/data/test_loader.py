@@ -130,7 +130,7 @@ def test_every_row_once_an_epoch(store, config):
     loader.close()
     whole = rows_of.cut(np.arange(rows_of.rows)).tokens
     np.testing.assert_array_equal(np.sort(tokens.view("V128"), axis=0), np.sort(whole.view("V128"), axis=0))
-    assert loader.epoch == 1
+    assert loader.epochs == {"": 1}
 
 
 def test_data_exhausted_at_the_same_batch_everywhere(store, make_config):

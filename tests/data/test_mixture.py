@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 from k3train.data import mixture as module
 from k3train.data.config import MixtureConfig
 from k3train.data.mixture import Mixture
-from k3train.data.shares import largest_remainder
+from k3train.data.shares import STAIRS, largest_remainder
 
 ROW = 16
 
 
-def mix(names: list[str], block: int, phases: list[tuple[int, dict]], row_tokens: int, seed: int) -> Mixture:
-    listed = [{"tokens": tokens, "weights": weights} for tokens, weights in phases]
-    return module.mix(MixtureConfig.model_validate({"block": block, "phases": listed}), names, row_tokens, seed)
+def mix(names: list[str], block: int, phases: list[tuple], row_tokens: int, seed: int, most=None) -> Mixture:
+    """Phases are (tokens, weights) or (tokens, weights, blend)."""
+    listed = [dict(zip(("tokens", "weights", "blend"), phase, strict=False)) for phase in phases]
+    config = {"block": block, "phases": listed, "used_up": "reweight" if most else "error"}
+    return module.mix(MixtureConfig.model_validate(config), names, row_tokens, seed, most)
 
 
 @st.composite
@@ -138,6 +140,58 @@ def test_a_phase_that_is_added_changes_nothing_before_it():
     assert not mix(["a", "b"], 20, one, ROW, 5).agrees(before, 30)
 
 
+def test_a_blend_moves_block_by_block_to_the_next_phase():
+    phases = [(0, {"a": 0.9, "b": 0.1}, "linear"), (ROW * 100, {"a": 0.1, "b": 0.9})]
+    mixture = mix(["a", "b"], 10, phases, ROW, 5)
+    assert [obvious_block(mixture, block) for block in range(12)] == [
+        *([9, 1], [8, 2], [7, 3], [7, 3], [6, 4], [5, 5], [4, 6], [3, 7], [3, 7], [2, 8]),
+        *([1, 9], [1, 9]),
+    ]
+
+
+def test_a_long_blend_takes_few_stairs_and_may_begin_or_end_at_nothing():
+    phases = [(0, {"a": 1.0}), (ROW * 1000, {"a": 3}, "linear"), (ROW * 10**9, {"b": 0.5})]
+    mixture = mix(["a", "b"], 1000, phases, ROW, 5)
+    assert len(mixture.firsts) <= 1 + STAIRS + 1
+    shares = mixture.counts[:, 1]
+    assert shares[0] == 0 and shares[-1] == 1000 and (np.diff(shares) > 0).all()
+    assert np.abs(np.diff(shares)).max() <= 1000 / STAIRS + 1
+
+
+def obvious_block(mixture: Mixture, block: int) -> list[int]:
+    sources, _ = mixture.where(np.arange(block * mixture.block, (block + 1) * mixture.block))
+    return np.bincount(sources, minlength=len(mixture.names)).tolist()
+
+
+@given(mixtures(), st.data())
+def test_what_used_up_sources_leave_is_shared_among_the_others(mixture, data):
+    """Block by block from the rows that are left; where all are used up, the next row is one too many."""
+    names = list(mixture.names)
+    most = {name: data.draw(st.none() | st.integers(1, 150)) for name in names}
+    phases = [
+        (int(first) * mixture.block * ROW, dict(zip(names, map(float, row), strict=True)))
+        for first, row in zip(mixture.firsts, mixture.counts.tolist(), strict=True)
+    ]
+    limited = mix(names, mixture.block, phases, ROW, mixture.seed, most)
+    left = [most[name] for name in names]
+    for block in range(30):
+        phase = int(np.searchsorted(mixture.firsts, block, side="right")) - 1
+        live = [bool(count) and room != 0 for count, room in zip(mixture.counts[phase], left, strict=True)]
+        found = obvious_block(limited, block)
+        rooms = [room for room, alive in zip(left, live, strict=True) if alive]
+        if not any(live) or (None not in rooms and sum(rooms) < mixture.block):
+            assert found == mixture.counts[phase].tolist()
+            return
+        assert sum(found) == mixture.block
+        for source, (count, room, alive) in enumerate(zip(found, left, live, strict=True)):
+            assert (count == 0) or alive
+            assert room is None or count <= room
+            left[source] = None if room is None else room - count
+        shares = mixture.counts[phase]
+        if all(room is None or room + count >= share for room, count, share in zip(left, found, shares, strict=True)):
+            assert found == shares.tolist()  # nobody was short
+
+
 @pytest.mark.parametrize(
     ("phases", "says"),
     [
@@ -148,6 +202,7 @@ def test_a_phase_that_is_added_changes_nothing_before_it():
         ([(0, {"a": 1, "c": 1})], r"phases\[0\].weights: no source c; data.sources has a, b"),
         ([(0, {"a": 1})], "sources b: no phase of the mixture gives a weight"),
         ([(0, {"a": 0.0, "b": 0})], r"phases\[0\].weights: no source has a weight above 0"),
+        ([(0, {"a": 1, "b": 1}, "linear")], "the last one has no phase after it to blend to; set blend: none"),
         ([(0, {"a": 0.97, "b": 0.03})], r"weights.b: 0.03 gets no row in a block of 10; set mixture.block to 34 or"),
     ],
 )

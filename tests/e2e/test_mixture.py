@@ -62,7 +62,17 @@ def test_resumed_in_the_middle_is_bit_equal(whole: Path, tmp_path: Path):
 def test_evaluate_and_replay(whole: Path):
     scored = k3train("evaluate", whole / "run", "--json")
     assert scored.returncode == 0, scored.stderr[-3000:]
-    assert json.loads(scored.stdout)["loss"] == pytest.approx(metrics(whole / "run", "eval/holdout/loss")[4], rel=1e-5)
+    found = json.loads(scored.stdout)
+    assert found["loss"] == pytest.approx(metrics(whole / "run", "eval/holdout/loss")[4], rel=1e-5)
+    sources = found["sources"]
+    assert sum(one["tokens"] for one in sources.values()) == found["tokens"]
+    assert sum(one["tokens"] * one["loss"] for one in sources.values()) == pytest.approx(
+        found["tokens"] * found["loss"]
+    )
+    for name in "ab":
+        told = metrics(whole / "run", f"eval/holdout-{name}/loss")[4]
+        assert sources[name]["loss"] == pytest.approx(told, rel=1e-5) and told > 0
+        assert list(metrics(whole / "run", f"data/epoch/{name}")) == [1, 2, 3, 4]
     replayed = k3train("replay", whole / "run", "--step", 4, "--json", "--times", 1)
     assert replayed.returncode == 0, replayed.stderr[-3000:]
     result = json.loads(replayed.stdout)
