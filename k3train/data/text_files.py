@@ -15,6 +15,7 @@ from k3train.data.files import opened, size_of
 from k3train.data.records import BadRecord, Document, Fields, Record, json_type
 
 _CHUNK = 1 << 20
+_BYTE_ORDER_MARK = "\ufeff"
 _KEPT = 1 << 16
 """Bytes of a record that is too long to be read that a quarantine keeps."""
 
@@ -130,12 +131,14 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
         return bad("invalid UTF-8", f"byte 0x{line[error.start]:02x}, {error.reason}", error.start)
     if not body.strip():
         return bad("empty line")
-    if offset == 0:
-        body = body.removeprefix("\ufeff")  # a byte order mark is no part of the JSON
+    mark = body.startswith(_BYTE_ORDER_MARK)
+    if mark and offset != 0:
+        return bad("byte order mark", "inside the file, as files that were joined have it")
+    body = body.removeprefix(_BYTE_ORDER_MARK)  # no part of the JSON
     try:
-        record = json.loads(body)
+        record = _DECODER.decode(body)
     except json.JSONDecodeError as error:
-        inside = len(body[: error.pos].encode("utf-8"))
+        inside = len(body[: error.pos].encode("utf-8")) + 3 * mark
         if error.msg == "Extra data":
             return bad("two JSON values on one line", "", inside)
         return bad("broken JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}", inside)
@@ -146,6 +149,8 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
     if fields.text not in record:
         names = ", ".join(map(repr, list(record)[:6])) or "none"
         return bad("missing field", f"no {fields.text!r}; it has {names}")
+    if isinstance(record, _Doubled) and (twice := record.keys_twice & {fields.text, *fields.metadata}):
+        return bad("doubled field", f"{min(twice)!r} stands there more than once")
     text = record[fields.text]
     if not isinstance(text, str):
         return bad("field is not text", f"{fields.text!r} is {json_type(text)}")
@@ -156,6 +161,24 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
     except UnicodeEncodeError as error:
         return bad("invalid Unicode", f"lone surrogate at character {error.start} of {fields.text!r}")
     return Document(text, path, number, offset, fields.of(record) if fields.metadata else {})
+
+
+class _Doubled(dict[str, Any]):
+    """An object in which a key stands more than once: the last value is taken, as JSON's readers do without a word."""
+
+    keys_twice: set[str]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) == len(pairs):
+        return record
+    doubled, seen = _Doubled(record), set[str]()
+    doubled.keys_twice = {name for name, _ in pairs if name in seen or seen.add(name)}
+    return doubled
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 class Broken(Exception):

@@ -188,6 +188,8 @@ BAD_TEXTS = {
         '{"text": "né"}\n'.encode() + b'{"text": "n\xe9"}\n',
         "line 2, byte 27: invalid UTF-8",
     ),
+    "binary in a JSONL file": ("a.jsonl", bytes(range(256)), "line 1, byte 0: broken JSON"),
+    "binary that is no compressed file": ("a.jsonl.gz", bytes(range(256)), "line 1, byte 0: broken gzip"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "line 1, byte 0: invalid UTF-8: byte 0xff"),
     "NUL bytes between lines": ("a.jsonl", b'{"text": "a"}\n\0\0\0\n', "line 2, byte 14: broken JSON"),
     "a raw NUL in a string": ("a.jsonl", b'{"text": "a\0"}\n', "broken JSON: Invalid control character"),

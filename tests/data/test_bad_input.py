@@ -19,6 +19,11 @@ LINES = {
     "broken JSON": (b'{"text": "a\n', "line 2, byte 28: broken JSON: Invalid control character at column 12"),
     "two JSON values on one line": (b'{"text": "a"} {"text": "b"}\n', "line 2, byte 31: two JSON values"),
     "missing field": (b'{"body": "a"}\n', "line 2, byte 17: missing field: no 'text'; it has 'body'"),
+    "doubled field": (
+        b'{"text": "a", "t\\u0065xt": "b"}\n',
+        "line 2, byte 17: doubled field: 'text' stands there more",
+    ),
+    "byte order mark": (b'\xef\xbb\xbf{"text": "a"}\n', "line 2, byte 17: byte order mark: inside the file"),
     "field is not text": (b'{"text": 7}\n', "line 2, byte 17: field is not text: 'text' is a number"),
     "not a JSON object": (b'["a"]\n', "line 2, byte 17: not a JSON object: it is an array"),
     "empty document": (b'{"text": " "}\n', "line 2, byte 17: empty document"),
@@ -130,6 +135,30 @@ def test_places_that_are_none_for_a_store(tmp_path, make_config, monkeypatch, st
 def test_a_byte_order_mark_is_no_part_of_a_jsonl_file(tmp_path, make_config):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD * 2)
     assert run(make_config([tmp_path / "a.jsonl"])).train.documents == 2
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"} 7\n')
+    with pytest.raises(UserError, match="line 1, byte 17: two JSON values"):  # bytes of the mark count
+        run(make_config([tmp_path / "b.jsonl"], store=str(tmp_path / "other")))
+
+
+def test_doubled_keys_matter_where_they_are_read(tmp_path, make_config):
+    """Of others the last value is taken, or they are passed over, also further inside."""
+    line = b'{"text": "a", "url": 1, "url": 2, "more": {"text": 1, "text": 2}}\n'
+    (tmp_path / "a.jsonl").write_bytes(line)
+    source = {"files": [str(tmp_path / "a.jsonl")], "metadata_fields": ["more"]}
+    assert run(make_config(source=source)).train.metadata(0) == {"more": {"text": 2}}
+    with pytest.raises(UserError, match="doubled field: 'url' stands there more than once"):
+        run(make_config(source=source | {"metadata_fields": ["url"]}, store=str(tmp_path / "other")))
+
+
+def test_repeated_documents_and_names(tmp_path, make_config):
+    """Both are kept, and each with its place and metadata; ``data dedup`` is what leaves them out."""
+    lines = [{"text": "same", "id": 1}, {"text": "same", "id": 1}, {"text": "other", "id": 1}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    store = run(make_config(source={"files": [str(tmp_path / "a.jsonl")], "metadata_fields": ["id"]}))
+    assert (store.train.documents, store.header.records, store.header.skipped) == (3, 3, {})
+    origins = [store.train.origin(i) for i in range(3)]
+    assert sorted(origin.line for origin in origins if origin) == [1, 2, 3]
+    assert [store.train.metadata(i) for i in range(3)] == [{"id": 1}] * 3
 
 
 def test_globs_find_each_file_once(tmp_path, make_config):

@@ -84,6 +84,11 @@ def test_fewer_tokens_than_a_row(tmp_path, make_config):
     with pytest.raises(UserError, match=r"7 tokens are fewer than one row \(data.sequence_length 7 \+ 1\)"):
         Loader(plan(store, config), config, Course.steady(1, 7), 0)
     assert Chunks(store.train, 6).rows == 1
+    config = make_config([tmp_path / "a.txt"], sequence_length=6)
+    (batch,) = take(1, store, config, rows=4)  # the one row is read again and again
+    assert (batch.tokens == batch.tokens[:1]).all() and batch.tokens.shape == (4, 6)
+    with pytest.raises(UserError, match=r"the data is used up"):
+        take(1, store, config.model_copy(update={"max_epochs": 3}), rows=4)
 
 
 def test_batches_are_the_rows_of_their_samples(store, config):

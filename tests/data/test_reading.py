@@ -159,6 +159,27 @@ def test_a_source_that_is_used_up(stores, folder):
     loader.close()
 
 
+def test_a_source_smaller_than_a_batch(stores, folder):
+    """Its rows come again within the batch, each epoch whole; with a cap they end the run before the batch."""
+    config = section(folder)
+    rows = {name: plan.rows for name, plan in plans(stores, config).items()}
+    size = 10 * rows["code"]  # two batches hold each row of it twice and more
+    loader = Loader(plans(stores, config), config, Course.steady(size, 32), SEED)
+    next(loader)
+    sources, epochs, numbers = loader.reading.where(np.arange(size))
+    loader.close()
+    code = sources == list(loader.reading.names).index("code")
+    assert rows["code"] < code.sum() < size
+    assert sorted(numbers[code & (epochs == 0)].tolist()) == list(range(rows["code"]))
+    whole, halves = take(2, stores, config, size), take(4, stores, config, size // 2)
+    assert batch_hash(joined(whole)) == batch_hash(joined(halves))
+    sources = {name: dict(source) for name, source in section(folder).sources.items()}
+    capped = section(folder, sources=sources | {"code": sources["code"] | {"max_epochs": 1}})
+    with pytest.raises(UserError, match="source code is used up") as error:
+        take(1, stores, capped, size)
+    assert error.value.exit_code is ExitCode.DATA_EXHAUSTED
+
+
 def test_held_out_text_of_all_sources(stores):
     both = holdouts(stores, 32, 4)
     alone = [holdout_batches(store, 32, 4) for store in stores.by_name.values()]
