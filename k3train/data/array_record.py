@@ -84,8 +84,9 @@ def _parse(path: str, row: int, record: bytes, fields: Fields) -> Record:
         return BadRecord(path, row, -1, "invalid UTF-8", f"at byte {error.start} of {fields.text!r}", record)
     if not text.strip():
         return BadRecord(path, row, -1, "empty document", "", record)
-    named = {name: value.decode("utf-8", "replace") for name, value in features.items() if name in fields.metadata}
-    return Document(text, path, row, -1, fields.of(named) if fields.metadata else {})
+    named = {name: value.decode("utf-8", "replace") for name, value in features.items() if name in fields.beside}
+    document = Document(text, path, row, -1)
+    return fields.document(document, named, record) if fields.beside else document
 
 
 def _example(data: bytes) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ class Batch(NamedTuple):
     tokens: Any
     """int32 token ids; the pad id (0 where there is none) in padding."""
     targets: Any
-    """int32 next token; 0 where none is supervised."""
+    """int32 next token of the same document, masked or not; 0 where there is none."""
     segment_ids: Any
     """int32 documents counted from 1 in each row; 0 is padding."""
     loss_mask: Any

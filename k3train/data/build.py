@@ -296,6 +296,8 @@ def describe_source(source: SourceConfig, say: Callable[[str], None]) -> SourceH
         patterns=list(source.files),
         text_field=source.text_field,
         metadata_fields=source.metadata_fields,
+        prompt_field=source.prompt_field,
+        masked_field=source.masked_field,
         max_document_bytes=source.max_document_bytes,
         on_bad_record=source.on_bad_record,
         licence=licence,

@@ -35,7 +35,7 @@ def read_parquet(path: str, fields: Fields, start: int = 0, stop: int | None = N
         row = 1 + sum(table.metadata.row_group(i).num_rows for i in range(start))
         if stop is None and table.metadata.num_rows == 0:
             yield BadRecord(path, 1, -1, "empty file", "no rows")
-        columns = [name for name in (fields.text, *fields.metadata) if name in table.schema_arrow.names]
+        columns = [name for name in (fields.text, *fields.beside) if name in table.schema_arrow.names]
         for group in groups:
             rows = table.metadata.row_group(group).num_rows
             done = 0
@@ -116,10 +116,11 @@ def _batches(path: str, file: IO[bytes]) -> Iterator[Any]:
 
 def _missing(path: str, schema: Any, fields: Fields) -> BadRecord | None:
     types = _library().types
-    if fields.text not in schema.names:
-        names = ", ".join(map(repr, schema.names[:6])) or "none"
-        return BadRecord(path, 1, -1, "missing field", f"no column {fields.text!r}; it has {names}")
-    for name in (fields.text, *fields.metadata):
+    for name in filter(None, (fields.text, fields.prompt, fields.masked)):
+        if name not in schema.names:
+            names = ", ".join(map(repr, schema.names[:6])) or "none"
+            return BadRecord(path, 1, -1, "missing field", f"no column {name!r}; it has {names}")
+    for name in (fields.text, *fields.beside):
         if schema.names.count(name) > 1:
             detail = f"{name!r} names {schema.names.count(name)} columns; rename all but one"
             return BadRecord(path, 1, -1, "doubled column", detail)
@@ -138,14 +139,14 @@ def _rows(path: str, batch: Any, first: int, fields: Fields) -> Iterator[Record]
         column = column.dictionary_decode()
     # As bytes, so that one row of broken UTF-8 does not take its neighbours along.
     texts = column.cast(arrow.large_binary()).to_pylist()
-    metadata = [name for name in fields.metadata if name in batch.schema.names]
-    values = {name: batch.column(name).to_pylist() for name in metadata}
+    beside = [name for name in fields.beside if name in batch.schema.names]
+    values = {name: batch.column(name).to_pylist() for name in beside}
     for i, data in enumerate(texts):
-        record = {name: _plain(values[name][i]) for name in metadata}
-        yield _row(path, first + i, data, fields, fields.of(record) if fields.metadata else {})
+        record = {name: _plain(values[name][i]) for name in beside}
+        yield _row(path, first + i, data, fields, record)
 
 
-def _row(path: str, row: int, data: bytes | None, fields: Fields, metadata: dict[str, Any]) -> Record:
+def _row(path: str, row: int, data: bytes | None, fields: Fields, record: dict[str, Any]) -> Record:
     if data is None:
         return BadRecord(path, row, -1, "field is not text", f"{fields.text!r} is {json_type(None)}")
     if len(data) > fields.most_bytes:
@@ -157,7 +158,8 @@ def _row(path: str, row: int, data: bytes | None, fields: Fields, metadata: dict
         return BadRecord(path, row, -1, "invalid UTF-8", f"byte 0x{data[error.start]:02x}, {error.reason}", data)
     if not text.strip():
         return BadRecord(path, row, -1, "empty document", "", data)
-    return Document(text, path, row, -1, metadata)
+    document = Document(text, path, row, -1)
+    return fields.document(document, record, data) if fields.beside else document
 
 
 def _plain(value: Any) -> Any:

@@ -83,6 +83,11 @@ class SourceConfig(Section, drift="free"):
     """The field or column of a record that holds the text."""
     metadata_fields: Strings = ()
     """Fields that are kept with each document."""
+    prompt_field: str | None = None
+    """The field whose text goes before that of ``text_field``: it is read, but no target of the loss."""
+    masked_field: str | None = None
+    """The field that lists the characters of the text that are no target of the loss, as [[start, stop], ...]; null
+    where all are."""
     on_bad_record: Literal["error", "skip", "quarantine"] = "error"
     """A broken line, invalid UTF-8 or an empty document: stop, or skip and count, or also keep it for mending."""
     max_bad_share: Fraction = 0.001
@@ -98,6 +103,9 @@ class SourceConfig(Section, drift="free"):
     def _one_origin(self) -> "SourceConfig":
         if (self.corpus is None) == (not self.files):
             raise ValueError("source takes either corpus or files")
+        for key in ("prompt_field", "masked_field"):
+            if getattr(self, key) is not None and (self.corpus is not None or self.kind != "text"):
+                raise ValueError(f"source.{key} names a field of the records in files of kind: text")
         if self.corpus is not None and self.kind != "text":
             raise ValueError("a corpus is of kind: text")
         if (self.kind == "token_array") != (self.token_type is not None):
@@ -185,6 +193,12 @@ class DataConfig(Section, drift="frozen"):
 
     @model_validator(mode="after")
     def _one_form(self) -> "DataConfig":
+        for source in (self.source, *(named.source for named in (self.sources or {}).values())):
+            if self.fill_in_middle is not None and source is not None and (source.prompt_field or source.masked_field):
+                raise ValueError(
+                    "data.fill_in_middle rearranges documents, and source.prompt_field and source.masked_field say "
+                    "what of them is no target of the loss; leave one of the two out"
+                )
         if self.sources is None:
             if self.store is None:
                 raise ValueError("data.store: required, or data.sources with data.mixture")

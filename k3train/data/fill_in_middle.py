@@ -57,7 +57,7 @@ class FillInMiddle:
                 f"BOS, EOS or padding; their ids are {self.prefix}, {self.middle} and {self.suffix}"
             )
         if config.boundaries == "character":
-            _check_joins(tokenizer)
+            check_joins(tokenizer, "data.fill_in_middle.boundaries", "set boundaries: token")
 
     @property
     def ids(self) -> tuple[int, int, int]:
@@ -144,15 +144,15 @@ def _special(tokenizer: Tokenizer, key: str, name: str) -> int:
     raise UserError(f"data.fill_in_middle.{key}: {name!r}: {cure}")
 
 
-def _check_joins(tokenizer: Tokenizer) -> None:
-    """Raise UserError where text that is encoded in parts does not come back as the whole does."""
+def check_joins(tokenizer: Tokenizer, key: str, cure: str) -> None:
+    """Raise UserError, naming ``key``, where text that is encoded in parts does not come back as the whole does."""
     whole = tokenizer.decode(tokenizer.encode(PROBE))
     for at in range(1, len(PROBE) - 1, 7):
         parts = [tokenizer.encode(part) for part in (PROBE[:at], PROBE[at : at + 3], PROBE[at + 3 :])]
         if tokenizer.decode(np.concatenate(parts)) != whole:
             raise UserError(
-                "data.fill_in_middle.boundaries: this tokenizer adds or drops something where a text begins (a "
-                "space, most often), so parts of a document do not make the whole; set boundaries: token"
+                f"{key}: this tokenizer adds or drops something where a text begins (a space, most often), so parts "
+                f"of a document do not make the whole; {cure}"
             )
 
 

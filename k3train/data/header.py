@@ -9,10 +9,10 @@ from k3train.config.section import Section, Strings
 from k3train.data.config import FillInMiddleConfig
 from k3train.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
-"""Version 1 has no checksums of blocks, no metadata and no tokens read in place, version 2 no filling in of the middle;
-else they are the same."""
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
+"""Version 1 has no checksums of blocks, no metadata and no tokens read in place, version 2 no filling in of the middle,
+version 3 no masks of the loss; else they are the same."""
 
 EXTENTS = "extents.bin"
 """Of a side whose tokens are read in place, int64 [extents, 3]: first token of the side, number of the file, first
@@ -27,6 +27,8 @@ ORIGINS, ORIGIN_NAMES = "doc_origins.bin", "doc_origin_names.json"
 """Where each document came from; no part of the fingerprint, since the same documents may come from other files."""
 METADATA, METADATA_OFFSETS = "doc_metadata.jsonl", "doc_metadata_offsets.bin"
 """What a record said beside its text; no part of the fingerprint either."""
+MASKED = "masked.bin"
+"""Tokens [start, stop) of a side that are no target of the loss, int64 [n, 2], rising; absent where all are."""
 
 
 class FileEntry(Section):
@@ -88,6 +90,8 @@ class SourceHeader(Section):
     text_field: str
     on_bad_record: str
     metadata_fields: Strings = ()
+    prompt_field: str | None = None
+    masked_field: str | None = None
     max_document_bytes: int = 0
     """0 in a store that was made without a limit."""
     duplicates: str = ""
@@ -126,7 +130,7 @@ class FillInMiddleHeader(FillInMiddleConfig):
 class Header(Section):
     """``header.json``."""
 
-    format_version: Literal[1, 2, 3] = FORMAT_VERSION
+    format_version: Literal[1, 2, 3, 4] = FORMAT_VERSION
     dtype: Literal["<u2", "<u4"]
     shard_tokens: Annotated[int, Field(gt=0)]
     """Tokens in every shard but the last of a split."""

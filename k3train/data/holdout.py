@@ -129,15 +129,18 @@ def holdout_batches(
     rows = rows if max_rows is None else min(rows, max_rows)
     scored = min(rows * sequence_length + 1, split.tokens)  # tokens read; all but document starts are targets
     offsets = np.asarray(split.doc_offsets)
-    starts = offsets[:-1][offsets[:-1] < scored]
-    token_bytes = split.token_bytes
-    source_bytes = int(token_bytes[:scored].sum(dtype=np.int64)) - int(token_bytes[starts].sum(dtype=np.int64))
+    is_target = np.ones(scored, bool)
+    is_target[offsets[:-1][offsets[:-1] < scored]] = False
+    hidden = np.zeros(scored, bool)
+    split.mask(0, scored, hidden)
+    is_target &= ~hidden
+    source_bytes = int(split.token_bytes[:scored][is_target].sum(dtype=np.int64))
     return Holdout(
         store=store,
         sequence_length=sequence_length,
         batch=batch,
         rows=rows,
-        supervised=scored - len(starts),
+        supervised=int(is_target.sum()),
         source_bytes=source_bytes,
         part=part,
         parts=parts,

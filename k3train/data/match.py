@@ -43,6 +43,8 @@ def difference(store: Store, config: DataConfig, tokenizer: Tokenizer, *, with_f
         if wanted.files:
             pairs += [
                 ("data.source.text_field", made.text_field, wanted.text_field),
+                ("data.source.prompt_field", made.prompt_field, wanted.prompt_field),
+                ("data.source.masked_field", made.masked_field, wanted.masked_field),
                 ("data.source.metadata_fields", list(made.metadata_fields), list(wanted.metadata_fields)),
             ]
             # A list may stay behind where the store is carried to another machine.

@@ -48,6 +48,11 @@ def evaluate_ngram(store: Store, tokenizer: Tokenizer, order: int = 3) -> NGramR
         raise UserError(f"--order {order}: the n-gram baseline takes 1 to {MAX_ORDER}")
     if store.holdout.documents == 0:
         raise UserError(f"{store.path}: no document is held out; raise data.holdout and prepare the store anew")
+    if len(store.holdout.masked):
+        raise UserError(
+            f"{store.path}: its masks leave out targets (data.source.prompt_field, masked_field), and the n-gram "
+            "baseline scores all text, so that the two are not comparable"
+        )
     levels = _fit(_grams(*_symbols(store.train, store, tokenizer), order), order)
     symbols, starts = _symbols(store.holdout, store, tokenizer)
     grams = _grams(symbols, starts, order)

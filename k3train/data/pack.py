@@ -79,21 +79,24 @@ class RowPlan(ABC):
         shape = (len(rows), self.sequence_length + 1)
         tokens = np.full(shape, self.pad_id, np.int32)  # [n, S+1]
         segments = np.zeros(shape, np.int32)  # [n, S+1]
+        hidden = np.zeros(shape, bool) if len(self.split.masked) else None  # [n, S+1]
         for i, row in enumerate(np.asarray(rows, np.int64).tolist()):
             at = documents = start = 0
             for start, stop in self.stretches(row):
                 end = at + stop - start
                 self.split.copy(start, stop, tokens[i, at:end])
                 documents = self.number(start, stop, documents, segments[i, at:end])
+                if hidden is not None:
+                    self.split.mask(start, stop, hidden[i, at:end])
                 at = end
             self.split.check(tokens[i, :at], start)
-        loss_mask = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         # A row may end before S: its last token has no target, but it is a token of its document.
         return Batch(
             tokens=np.ascontiguousarray(tokens[:, :-1]),
-            targets=np.where(loss_mask, tokens[:, 1:], np.int32(0)),
+            targets=np.where(inside, tokens[:, 1:], np.int32(0)),
             segment_ids=np.ascontiguousarray(segments[:, :-1]),
-            loss_mask=loss_mask,
+            loss_mask=inside if hidden is None else inside & ~hidden[:, 1:],
         )
 
 

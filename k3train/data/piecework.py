@@ -22,7 +22,7 @@ import numpy as np
 
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
-from k3train.data.fill_in_middle import FillInMiddle
+from k3train.data.fill_in_middle import FillInMiddle, check_joins
 from k3train.data.header import SourceFile
 from k3train.data.records import BadRecord, Document, Fields, place
 from k3train.data.sketch import exact_key, signature
@@ -33,7 +33,7 @@ from k3train.data.tokenizer import Tokenizer
 from k3train.data.writer import Side, is_held_out, write_shard, write_token_bytes
 
 REPORT, BAD = "piece.json", "bad.jsonl"
-_LAYOUT = 1
+_LAYOUT = 2
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 256
 _CHECKED = 100
 """Documents at the start of each piece in which no special token may stand."""
@@ -60,7 +60,13 @@ class Work:
         """What is taken of a record."""
         source = self.config.source
         assert source is not None  # prepare sees to it
-        return Fields(source.text_field, source.metadata_fields, source.max_document_bytes)
+        return Fields(
+            source.text_field,
+            source.metadata_fields,
+            source.max_document_bytes,
+            source.prompt_field,
+            source.masked_field,
+        )
 
     def name(self, piece: Piece) -> str:
         """Name of a piece's folder: a hash of everything that decides its contents."""
@@ -225,10 +231,14 @@ class _PieceWriter:
         assert config.source is not None
         self.policy = config.source.on_bad_record
         metadata = bool(config.source.metadata_fields)
+        masked = bool(config.source.prompt_field or config.source.masked_field)
+        options = {"with_metadata": metadata, "with_mask": masked}
         self.sides = {
-            TRAIN: Side(folder / TRAIN, work.dtype, with_bytes=False, with_metadata=metadata),
-            HOLDOUT: Side(folder / HOLDOUT, work.dtype, with_bytes=True, with_metadata=metadata),
+            TRAIN: Side(folder / TRAIN, work.dtype, with_bytes=False, **options),
+            HOLDOUT: Side(folder / HOLDOUT, work.dtype, with_bytes=True, **options),
         }
+        if masked:
+            check_joins(tokenizer, "data.source.prompt_field and masked_field", "take another tokenizer")
         self.before = np.array([tokenizer.bos_id] if config.add_bos else [], np.int32)
         self.after = np.array([tokenizer.eos_id] if config.add_eos else [], np.int32)
         self.specials = [id_ for id_ in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if id_ is not None]
@@ -301,15 +311,15 @@ class _PieceWriter:
         batch, self.batch, self.characters = self.batch, [], 0
         digests = [hashlib.sha256(document.text.encode("utf-8")).digest() for document in batch]
         held = [is_held_out(digest, self.work.config.holdout) for digest in digests]
-        learned = [(d.text, digest) for d, digest, is_held in zip(batch, digests, held, strict=True) if not is_held]
+        learned = [(d, digest) for d, digest, is_held in zip(batch, digests, held, strict=True) if not is_held]
         encoded = iter(self._encode(learned))
         for document, digest, is_held in zip(batch, digests, held, strict=True):
             if is_held:
-                ids, spans = self.tokenizer.encode_spans(document.text)
-                parts = [ids]
+                both = [self.tokenizer.encode_spans(text) for text, _ in document.parts()]
+                parts, spans = [ids for ids, _ in both], np.concatenate([spans for _, spans in both])
             else:
                 parts, spans = next(encoded), None
-                ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
             bad = self._bad(document, ids)
             if bad is not None:
                 refused = self._refuse(bad)
@@ -323,14 +333,26 @@ class _PieceWriter:
                 spans = np.pad(spans, (len(self.before), len(self.after)))
             ids = np.concatenate([self.before, ids, self.after])
             side = self.sides[HOLDOUT if is_held else TRAIN]
-            side.add(document, ids, digest, self.work.config.shuffle_seed, spans)
+            masked = self._masked(document, parts) if document.masked else []
+            side.add(document, ids, digest, self.work.config.shuffle_seed, spans, masked)
         return None
 
-    def _encode(self, documents: list[tuple[str, bytes]]) -> list[list[np.ndarray]]:
-        """Ids of the parts of each (text, its sha256): one, or three where its middle is stored last."""
+    def _masked(self, document: Document, parts: list[np.ndarray]) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of a document that are no target of the loss, BOS counted; none empty."""
+        found, at = [], len(self.before)
+        for (_, is_masked), ids in zip(document.parts(), parts, strict=True):
+            if is_masked and len(ids):
+                found.append((at, at + len(ids)))
+            at += len(ids)
+        return found
+
+    def _encode(self, documents: list[tuple[Document, bytes]]) -> list[list[np.ndarray]]:
+        """Ids of the parts of each (document, sha256 of its text): one, or more where it is cut by its mask, or three
+        where its middle is stored last."""
         if self.fill_in_middle is None:
-            return [[ids] for ids in self.tokenizer.encode_batch([text for text, _ in documents])]
-        cut = [self.fill_in_middle.texts(text, digest) for text, digest in documents]
+            cut = [[text for text, _ in document.parts()] for document, _ in documents]
+        else:
+            cut = [self.fill_in_middle.texts(document.text, digest) for document, digest in documents]
         encoded = iter(self.tokenizer.encode_batch([part for parts in cut for part in parts]))
         return [[next(encoded) for _ in parts] for parts in cut]
 

@@ -56,6 +56,8 @@ class SideStats(NamedTuple):
     mean_tokens: float
     quantiles: dict[str, int]
     """Tokens of a document, by share of the documents that have no more."""
+    masked_tokens: int
+    """Tokens that are no target of the loss by ``source.prompt_field`` or ``masked_field``."""
     longer_documents: int
     """Documents longer than a row."""
     longer_tokens: int
@@ -141,6 +143,7 @@ def _side(split: Split, sequence_length: int, longest: int, *, is_counted: bool)
         tokens_per_byte=split.tokens / source_bytes if source_bytes else None,
         mean_tokens=split.tokens / max(split.documents, 1),
         quantiles={f"{share:g}": int(ordered[at]) for share, at in places.items()} if len(ordered) else {},
+        masked_tokens=int(np.diff(split.masked, axis=1).sum()),
         longer_documents=len(longer),
         longer_tokens=longer_tokens,
         longer_share=longer_tokens / max(split.tokens, 1),

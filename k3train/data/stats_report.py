@@ -57,6 +57,9 @@ def _counts(sides: tuple[tuple[str, SideStats], ...], sequence_length: int) -> T
     row("tokens", *(f"{side.tokens:,}" for side in every))
     row("bytes of text", *("not counted" if side.source_bytes is None else f"{side.source_bytes:,}" for side in every))
     row("tokens per byte", *("-" if side.tokens_per_byte is None else f"{side.tokens_per_byte:.4f}" for side in every))
+    if any(side.masked_tokens for side in every):
+        shares = [f"{side.masked_tokens:,} ({side.masked_tokens / max(side.tokens, 1):.1%})" for side in every]
+        row("masked, no targets of the loss", *shares)
     row("tokens of a document, mean", *(f"{side.mean_tokens:,.1f}" if side.documents else "-" for side in every))
     for share, name in (("0.1", "10% have at most"), ("0.5", "half"), ("0.9", "90%"), ("0.99", "99%")):
         row(f"  {name}", *(f"{side.quantiles[share]:,}" if side.quantiles else "-" for side in every))

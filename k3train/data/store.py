@@ -8,6 +8,7 @@ train/doc_origins.bin    int64 [documents, 3], where each came from: number of t
 train/doc_origin_names.json  names of those files
 train/doc_metadata.jsonl     the metadata fields of each document, where some are named, and doc_metadata_offsets.bin,
                              int64 [documents + 1], first byte of each document's line
+train/masked.bin             int64 [n, 2], tokens [start, stop) that are no target of the loss, where some are not
 holdout/...              the same for documents that are never trained on, and
 holdout/token_bytes.bin  uint32 [tokens], UTF-8 bytes of text that each token stands for
 """
@@ -24,6 +25,7 @@ import numpy as np
 from k3train.config.errors import UserError
 from k3train.data.header import (
     EXTENTS,
+    MASKED,
     METADATA,
     METADATA_OFFSETS,
     ORIGIN_NAMES,
@@ -85,6 +87,20 @@ class Split:
     def token_bytes(self) -> np.ndarray:
         """uint32 [tokens]; the holdout side has it."""
         return _mapped(self.folder / TOKEN_BYTES, np.dtype("<u4"))
+
+    @cached_property
+    def masked(self) -> np.ndarray:
+        """Tokens [start, stop) that are no target of the loss, int64 [n, 2], rising; [0, 2] where all are."""
+        file = self.folder / MASKED
+        return _mapped(file, np.dtype("<i8")).reshape(-1, 2) if file.exists() else np.zeros((0, 2), np.int64)
+
+    def mask(self, start: int, stop: int, to: np.ndarray) -> None:
+        """Sets ``to``, bool [stop - start], where tokens [start, stop) are no target of the loss."""
+        spans = self.masked
+        first = int(np.searchsorted(spans[:, 1], start, side="right"))
+        last = int(np.searchsorted(spans[:, 0], stop, side="left"))
+        for begin, end in spans[first:last].tolist():
+            to[max(begin - start, 0) : end - start] = True
 
     def origin(self, document: int) -> Origin | None:
         """Where a document came from; None in a store that was made before this was kept."""

@@ -27,7 +27,13 @@ def read_text_file(path: str, fields: Fields) -> Iterator[Record]:
         return
     with opened(path) as file:
         data = file.read()
-    yield read_text(path, data)
+    record = read_text(path, data)
+    # A .txt file has no fields, so that one which is asked for is missing.
+    yield (
+        fields.document(record, {}, data)
+        if isinstance(record, Document) and (fields.prompt or fields.masked)
+        else record
+    )
 
 
 def read_text(name: str, data: bytes) -> Record:
@@ -149,7 +155,7 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
     if fields.text not in record:
         names = ", ".join(map(repr, list(record)[:6])) or "none"
         return bad("missing field", f"no {fields.text!r}; it has {names}")
-    if isinstance(record, _Doubled) and (twice := record.keys_twice & {fields.text, *fields.metadata}):
+    if isinstance(record, _Doubled) and (twice := record.keys_twice & {fields.text, *fields.beside}):
         return bad("doubled field", f"{min(twice)!r} stands there more than once")
     text = record[fields.text]
     if not isinstance(text, str):
@@ -160,7 +166,8 @@ def parse_line(path: str, number: int, offset: int, line: bytes, fields: Fields)
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         return bad("invalid Unicode", f"lone surrogate at character {error.start} of {fields.text!r}")
-    return Document(text, path, number, offset, fields.of(record) if fields.metadata else {})
+    document = Document(text, path, number, offset)
+    return fields.document(document, record, line) if fields.beside else document
 
 
 class _Doubled(dict[str, Any]):

@@ -93,7 +93,7 @@ def _texts(config: DataConfig, most_bytes: int, taken: dict[str, int], say: Call
         paths = [str(locate(get_corpus(source.corpus), say))]
     else:
         paths = find_files(source.files)
-    fields = Fields(source.text_field, (), source.max_document_bytes)
+    fields = Fields(source.text_field, (), source.max_document_bytes, source.prompt_field)
     for record in read_piece(Piece(tuple(range(len(paths)))), paths, fields, source.corpus):
         if isinstance(record, BadRecord):
             if source.on_bad_record == "error":

@@ -16,6 +16,7 @@ import numpy as np
 
 from k3train.data.header import (
     BLOCK_BYTES,
+    MASKED,
     METADATA,
     METADATA_OFFSETS,
     ORIGIN_NAMES,
@@ -29,8 +30,8 @@ from k3train.data.store import OFFSETS, TOKEN_BYTES, shard_name
 HOLDOUT_RULE = "held out where the first 8 bytes of sha256(UTF-8 text), big-endian, are below holdout * 2**64"
 SHARD_TOKENS = 1 << 29
 _BYTES_DTYPE = np.dtype("<u4")
-_COLUMNS = 5
-"""Of a document in a piece: tokens, number of its file's name, line, byte offset, bytes of metadata."""
+_COLUMNS = 6
+"""Of a document in a piece: tokens, number of its file's name, line, byte offset, bytes of metadata, masked ranges."""
 
 
 def is_held_out(digest: bytes, holdout: float) -> bool:
@@ -41,19 +42,28 @@ def is_held_out(digest: bytes, holdout: float) -> bool:
 class Side:
     """Documents of one piece and one side in the order they come, written below ``stem``."""
 
-    def __init__(self, stem: Path, dtype: str, with_bytes: bool, with_metadata: bool):
+    def __init__(self, stem: Path, dtype: str, *, with_bytes: bool, with_metadata: bool, with_mask: bool):
         self.dtype = np.dtype(dtype)
         self._stem = stem
         self._tokens = stem.with_suffix(".tokens").open("wb")
         self._bytes = stem.with_suffix(".bytes").open("wb") if with_bytes else None
         self._metadata = stem.with_suffix(".metadata").open("wb") if with_metadata else None
+        self._masked = stem.with_suffix(".masked").open("wb") if with_mask else None
         self._documents = array("q")  # [documents, _COLUMNS]
         self._keys = bytearray()  # [documents, 16]
         self._names: dict[str, int] = {}
         self.documents = self.tokens = self.source_bytes = 0
         self.min_id, self.max_id = 0, -1
 
-    def add(self, document: Document, ids: np.ndarray, digest: bytes, seed: int, spans: np.ndarray | None) -> None:
+    def add(
+        self,
+        document: Document,
+        ids: np.ndarray,
+        digest: bytes,
+        seed: int,
+        spans: np.ndarray | None,
+        masked: list[tuple[int, int]],
+    ) -> None:
         """One document.
 
         Args:
@@ -62,6 +72,7 @@ class Side:
           digest: sha256 of its text.
           seed: key of the shuffle.
           spans: bytes of text that each token stands for, int [n], where the side keeps them.
+          masked: its tokens [start, stop) that are no target of the loss, where the side keeps them.
         """
         self._tokens.write(ids.astype(self.dtype).tobytes())
         if self._bytes is not None:
@@ -71,11 +82,13 @@ class Side:
         if self._metadata is not None:
             metadata = json.dumps(document.metadata, default=str).encode() + b"\n"
             self._metadata.write(metadata)
+        if self._masked is not None:
+            self._masked.write(np.array(masked, "<i8").tobytes())
         low, high = int(ids.min()), int(ids.max())
         self.min_id = min(self.min_id, low) if self.documents else low
         self.max_id = max(self.max_id, high)
         name = self._names.setdefault(document.file, len(self._names))
-        self._documents.extend((len(ids), name, document.line, document.offset, len(metadata)))
+        self._documents.extend((len(ids), name, document.line, document.offset, len(metadata), len(masked)))
         self._keys += hashlib.sha256(seed.to_bytes(8, "little") + digest).digest()[:16]
         self.documents += 1
         self.tokens += len(ids)
@@ -83,7 +96,7 @@ class Side:
 
     def close(self) -> None:
         """Close the files; nothing can be added any more."""
-        for file in (self._tokens, self._bytes, self._metadata):
+        for file in (self._tokens, self._bytes, self._metadata, self._masked):
             if file is not None:
                 file.close()
 
@@ -152,6 +165,8 @@ class Merge:
         files = [write_file(folder / OFFSETS, [offsets.tobytes()])]
         files.append(write_file(folder / ORIGINS, [np.ascontiguousarray(ordered[:, 1:4], "<i8").tobytes()]))
         files.append(write_file(folder / ORIGIN_NAMES, [json.dumps(self._names).encode()]))
+        if ordered[:, 5].any():
+            files.append(write_file(folder / MASKED, [self._masked(offsets[:-1]).tobytes()]))
         if not ordered[:, 4].any():
             return files
         sizes = self._documents[:, 4]
@@ -164,6 +179,20 @@ class Merge:
         table = np.concatenate([[0], np.cumsum(sizes[self._order])]).astype("<i8")
         files.append(write_file(folder / METADATA_OFFSETS, [table.tobytes()]))
         return files
+
+    def _masked(self, starts: np.ndarray) -> np.ndarray:
+        """Tokens [start, stop) of the side that are no target of the loss, int64 [n, 2].
+
+        Args:
+          starts: first token of each document, in the order of the side.
+        """
+        counts = self._documents[:, 5]
+        kept = [(folder / f"{self.side}.masked").read_bytes() for folder in self.folders]
+        spans = np.frombuffer(b"".join(kept), "<i8").reshape(-1, 2)
+        firsts, ordered = (np.cumsum(counts) - counts)[self._order], counts[self._order]
+        before = np.repeat(np.cumsum(ordered) - ordered, ordered)
+        which = np.arange(len(spans)) - before + np.repeat(firsts, ordered)
+        return spans[which] + np.repeat(starts, ordered)[:, None]
 
 
 def write_shard(

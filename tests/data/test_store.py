@@ -156,7 +156,7 @@ def test_offsets_that_go_back(copied):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format_version": 4}, "format version 4, but this k3train reads 1 to 3"),
+        ({"format_version": 5}, "format version 5, but this k3train reads 1 to 4"),
         ({"dtype": "<f4"}, "broken header"),
         ({"surprise": 1}, "broken header"),
         ({"shard_tokens": 2000}, "agree|not listed"),
