@@ -7,10 +7,10 @@ whatever the register held. The kernels build such operands from loaded values t
 """
 
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from absent import tool
 
 _PRODUCT = re.compile(r"HGMMA\.(\d+)x(\d+)x\d+\S* (R\d+), (R\d+), gdesc")
 _WRITE = re.compile(r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\d+ )?([A-Z0-9_.]+)\s+(?:P\d+, )?R(\d+)\b")
@@ -35,14 +35,6 @@ def unwritten(text: str) -> list[tuple[int, list[str]]]:
             wide = 2 if wide == 1 and (".64" in name or "WIDE" in name) else wide
             written.update(range(first, first + wide))
     return bad
-
-
-def tool(name: str) -> str | None:
-    """Path of a CUDA tool: on PATH, or in NVIDIA's Python packages."""
-    if found := shutil.which(name):
-        return found
-    places = [Path(p) / "nvidia" for p in sys.path if (Path(p) / "nvidia").is_dir()]
-    return next((str(f) for p in places for f in p.glob(f"*/bin/{name}")), None)
 
 
 def lost_registers(folder: Path) -> dict[str, list[tuple[int, list[str]]]]:

@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument(
         "--sample", type=int, default=0, metavar="K", help="first sample to show, in training order (default 0)"
     )
+    inspect.add_argument(
+        "--step", type=int, metavar="N", help="show rows of this step of the experiment, counted from 1, instead"
+    )
     inspect.add_argument("--holdout", action="store_true", help="show held-out rows, in their order, instead")
     inspect.add_argument(
         "--sequence-length", type=int, metavar="S", help="row length (default: the experiment's, or 512)"
@@ -154,6 +157,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from k3train.data.report import console, report, show_rows
 
     _in_range(("--rows", args.rows, 0), ("--sample", args.sample, 0), ("--sequence-length", args.sequence_length, 1))
+    _in_range(("--step", args.step, 1))
     stores, tokenizer, config = _open(args)
     out = console()
     for name, store in stores.by_name.items():
@@ -166,8 +170,34 @@ def _inspect(args: argparse.Namespace) -> None:
     if args.sequence_length:
         config = config.model_copy(update={"sequence_length": args.sequence_length})
         _refuse_mixture(config)
-    if args.rows:
+    if args.step is not None and args.rows:
+        _show_step(args, stores, tokenizer, config)
+    elif args.rows:
         show_rows(stores, tokenizer, out, config, rows=args.rows, sample=args.sample, holdout=args.holdout)
+
+
+def _show_step(args: argparse.Namespace, stores: "Stores", tokenizer: "Tokenizer | None", config: "DataConfig") -> None:
+    """Print rows of ``--step``, and what steps the curriculum has.
+
+    Raises:
+      UserError: exit 2, other options do not go with it.
+    """
+    from k3train.config.load import load
+    from k3train.data.course import Course
+    from k3train.data.report import console, show_course, show_training_rows
+    from k3train.experiment import Experiment
+
+    if Path(args.config).is_dir() or args.holdout or args.sequence_length or args.sample:
+        raise UserError(
+            "--step takes an experiment file, and neither --sample nor --holdout nor --sequence-length", ExitCode.USAGE
+        )
+    train, out = load(args.config, args.overrides, Experiment).experiment.train, console()
+    course = Course(train.stages(config.sequence_length))
+    show_course(course, out)
+    position, rows, length = course.rows_at(args.step - 1)
+    _in_range((f"--step {args.step}, position", position, 0))
+    show = {"position": position, "rows": min(rows, args.rows), "length": length}
+    show_training_rows(stores, tokenizer, out, config, **show)
 
 
 def _refuse_mixture(config: "DataConfig") -> None:

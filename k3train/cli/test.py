@@ -1,7 +1,10 @@
 """``k3train test``: what CI runs, each step timed; the first failure does not hide the later ones."""
 
 import argparse
+import contextlib
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,12 @@ ROOT = Path(__file__).parents[2]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what pytest receives."""
+    parser.add_argument(
+        "--targets",
+        action="store_true",
+        help="first install the compilers of GPUs and TPUs (tests/targets.txt, about 500 MB, kept in the cache); "
+        "without them, tests that compile for such devices are skipped",
+    )
     parser.add_argument("pytest", nargs="*", metavar="PYTEST_ARG", help="passed to pytest; put -- before options")
 
 
@@ -28,6 +37,28 @@ def steps(pytest_args: list[str]) -> dict[str, list[str]]:
         "pyright": [python, "-m", "pyright"],
         "pytest": [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", *pytest_args],
     }
+
+
+def install_targets() -> Path:
+    """The folder with the packages of ``tests/targets.txt``, installed there where they are not yet.
+
+    Raises:
+      UserError: the installation failed.
+    """
+    listed = ROOT / "tests" / "targets.txt"
+    name = hashlib.sha256(listed.read_bytes() + sys.version.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3train" / "targets"
+    folder, making = cache / name, cache / f".{name}.{os.getpid()}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        if subprocess.run([*pip, "--target", str(making), "-r", str(listed)]).returncode:
+            shutil.rmtree(making, ignore_errors=True)
+            raise UserError(f"{listed}: the installation failed, see above; leave --targets out", ExitCode.SETUP)
+        with contextlib.suppress(OSError):  # another process was faster
+            making.rename(folder)
+        shutil.rmtree(making, ignore_errors=True)
+    return folder
 
 
 def environment(bytecode: str) -> dict[str, str]:
@@ -56,12 +87,17 @@ def run(args: argparse.Namespace) -> int:
     """
     if not (ROOT / "tests").is_dir():
         raise UserError("k3train test runs in the repository: clone it and use scripts/k3train test", ExitCode.SETUP)
-    failed, times = [], []
+    failed, times, more = [], [], {}
+    if args.targets:
+        print("== targets", flush=True)
+        start = time.perf_counter()
+        more["K3TRAIN_TEST_TARGETS"] = str(install_targets())
+        times.append(f"targets {time.perf_counter() - start:.1f} s")
     with tempfile.TemporaryDirectory(prefix="k3train-bytecode-", ignore_cleanup_errors=True) as bytecode:
         for name, command in steps(args.pytest).items():
             print(f"== {name}", flush=True)
             start = time.perf_counter()
-            if subprocess.run(command, cwd=ROOT, env=environment(bytecode)).returncode:
+            if subprocess.run(command, cwd=ROOT, env=environment(bytecode) | more).returncode:
                 failed.append(name)
             times.append(f"{name} {time.perf_counter() - start:.1f} s")
     print("== " + ", ".join(times))

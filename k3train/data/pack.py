@@ -58,16 +58,22 @@ class RowPlan(ABC):
                 f"{self.sequence_length} + 1); prepare more text or shorten the row"
             )
 
-    def documents(self, row: int, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
-        """Documents among the inputs [first, stop) of a row, by their number in the split, in the row's order."""
-        found, at, offsets = [], 0, self.split.doc_offsets  # [documents + 1]
-        stop = self.sequence_length if stop is None else stop
+    def within(self, row: int, first: int, stop: int) -> list[tuple[int, int]]:
+        """:meth:`stretches` as far as they lie among the inputs [first, stop) of a row."""
+        found, at = [], 0
         for begin, end in self.stretches(row):
             here, there = begin + max(first - at, 0), min(end, begin + stop - at)
             at += end - begin
             if here < there:
-                document = int(np.searchsorted(offsets, here, side="right")) - 1
-                found += range(document, int(np.searchsorted(offsets, there, side="left")))
+                found.append((here, there))
+        return found
+
+    def documents(self, row: int, first: int = 0, stop: int | None = None) -> tuple[int, ...]:
+        """Documents among the inputs [first, stop) of a row, by their number in the split, in the row's order."""
+        found, offsets = [], self.split.doc_offsets  # [documents + 1]
+        for begin, end in self.within(row, first, self.sequence_length if stop is None else stop):
+            document = int(np.searchsorted(offsets, begin, side="right")) - 1
+            found += range(document, int(np.searchsorted(offsets, end, side="left")))
         return tuple(found)
 
     def cut(self, rows: np.ndarray) -> Batch:

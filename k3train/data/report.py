@@ -13,6 +13,7 @@ from rich.text import Text
 
 from k3train.data.batch import Batch
 from k3train.data.config import DataConfig
+from k3train.data.course import Course
 from k3train.data.fill_in_middle import stored_names
 from k3train.data.mixture import mixture_of
 from k3train.data.pack import Chunks, RowPlan
@@ -21,6 +22,7 @@ from k3train.data.rows import plans_of
 from k3train.data.store import SKIPS, Store
 from k3train.data.stores import Stores
 from k3train.data.tokenizer import Tokenizer
+from k3train.data.trace import Trace
 
 _STYLES = ("cyan", "green", "magenta", "yellow", "blue")
 
@@ -97,6 +99,19 @@ def show_mixture(config: DataConfig, rows: Mapping[str, int], out: Console) -> N
     out.print(table)
 
 
+def show_course(course: Course, out: Console) -> None:
+    """Print what steps take from where on; nothing where all take the same."""
+    if len(course.legs) == 1:
+        return
+    table = Table("from step", "from tokens", "rows", "of tokens", "microbatches", "a step", box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for leg in course.legs:
+        values = leg.step + 1, leg.tokens, leg.rows, leg.length, leg.accumulation, leg.step_tokens
+        table.add_row(*(f"{value:,}" for value in values))
+    out.print(table)
+
+
 def usage_table(reading: Reading, samples: int) -> Table:
     """How often ``samples`` samples read each source, and where one is used up before them."""
     end = reading.samples
@@ -128,26 +143,54 @@ def show_rows(
       config: packing, length of rows, seed, and the mixture of several sources; epochs are not limited.
     """
     if holdout:
-        places = _held_out_rows(stores, config.sequence_length, sample, sample + rows)
+        for title, name, plan, row in _held_out_rows(stores, config.sequence_length, sample, sample + rows):
+            _show_row(stores, tokenizer, out, title, name, plan, row, plan.cut(np.array([row])))
     else:
-        plans = plans_of(stores, config.packing, config.sequence_length, out.print)
-        reading = reading_of(plans, config.without_limits(), config.shuffle_seed)
-        numbers = np.arange(sample, sample + rows)
-        found = zip(numbers.tolist(), *(part.tolist() for part in reading.where(numbers)), strict=True)
-        places = [
-            (f"sample {number} ({_of(name := reading.names[source])}epoch {epoch}, row {row} of {plans[name].rows})",
-             name, plans[name], row)
-            for number, source, epoch, row in found
-        ]  # fmt: skip
-        for name, plan in plans.items():
-            out.print(f"{name}: {plan.summary}" if name else plan.summary)
-        show_mixture(config, {name: plan.rows for name, plan in plans.items()}, out)
-    for title, name, plan, row in places:
-        batch = plan.cut(np.array([row]))
-        out.rule(_title(title, batch))
-        out.print(_sources(plan, row), soft_wrap=True)
-        marks = out.color_system is None
-        out.print(_row_text(batch, stores.by_name[name], tokenizer, marks=marks), soft_wrap=True)
+        length = config.sequence_length
+        show_training_rows(stores, tokenizer, out, config, position=sample * length, rows=rows, length=length)
+
+
+def show_training_rows(
+    stores: Stores,
+    tokenizer: Tokenizer | None,
+    out: Console,
+    config: DataConfig,
+    *,
+    position: int,
+    rows: int,
+    length: int,
+) -> None:
+    """Print rows of training from a position on (``data/course.py``); otherwise like :func:`show_rows`."""
+    plans = plans_of(stores, config.packing, config.sequence_length, out.print)
+    reading = reading_of(plans, config.without_limits(), config.shuffle_seed)
+    for name, plan in plans.items():
+        out.print(f"{name}: {plan.summary}" if name else plan.summary)
+    show_mixture(config, {name: plan.rows for name, plan in plans.items()}, out)
+    batch = reading.cut_at(position, rows, length)
+    for number, found in enumerate(Trace(reading).rows(position, rows, length)):
+        plan = plans[found.source]
+        part = "" if length == reading.length else f", from token {found.first_token} on"
+        where = f"{_of(found.source)}epoch {found.epoch}, row {found.row} of {plan.rows}{part}"
+        row = Batch(*(array[number : number + 1] for array in batch))
+        title = f"sample {found.sample} ({where})"
+        _show_row(stores, tokenizer, out, title, found.source, plan, found.row, row, found.first_token)
+
+
+def _show_row(
+    stores: Stores,
+    tokenizer: Tokenizer | None,
+    out: Console,
+    title: str,
+    name: str,
+    plan: RowPlan,
+    row: int,
+    batch: Batch,
+    first: int = 0,
+) -> None:
+    """Print one row, or the part of it from token ``first`` on that the batch holds."""
+    out.rule(_title(title, batch))
+    out.print(_sources(plan, row, first, first + batch.tokens.shape[1]), soft_wrap=True)
+    out.print(_row_text(batch, stores.by_name[name], tokenizer, marks=out.color_system is None), soft_wrap=True)
 
 
 def _of(source: str) -> str:
@@ -181,16 +224,15 @@ def _masked(batch: Batch) -> np.ndarray:
     return masked
 
 
-def _sources(plan: RowPlan, row: int) -> Text:
-    """A line for each document of a row: where it came from, which of its tokens are here, its metadata."""
-    split, text, room = plan.split, Text(), plan.sequence_length
+def _sources(plan: RowPlan, row: int, first: int, last: int) -> Text:
+    """A line for each document among tokens [first, last) of a row: where it came from, which of its tokens are here,
+    its metadata."""
+    split, text = plan.split, Text()
     offsets = split.doc_offsets
     lines = []
-    for start, stop in plan.stretches(row):
-        stop = min(stop, start + room)
-        room -= stop - start
-        first = int(np.searchsorted(offsets, start, side="right")) - 1
-        for document in range(first, int(np.searchsorted(offsets, stop, side="left"))):
+    for start, stop in plan.within(row, first, last):
+        number = int(np.searchsorted(offsets, start, side="right")) - 1
+        for document in range(number, int(np.searchsorted(offsets, stop, side="left"))):
             begin, end = offsets[document : document + 2].tolist()
             lines.append((document, max(start, begin) - begin, min(stop, end) - begin, end - begin))
     for number, (document, begin, end, tokens) in enumerate(lines, 1):

@@ -37,8 +37,9 @@ class Trace:
         Raises:
           UserError: exit 20, a row lies past ``max_epochs``.
         """
-        samples, first = np.divmod(position + length * np.arange(rows, dtype=np.int64), self.reading.length)
-        places = zip(samples, *self.reading.where(samples), first, strict=True)
+        parts = position // length + np.arange(rows, dtype=np.int64)
+        samples, part = np.divmod(parts, self.reading.length // length)
+        places = zip(samples, *self.reading.where(samples), part * length, strict=True)
         return [self._trace(length, *map(int, place)) for place in places]
 
     def _trace(self, length: int, sample: int, source: int, epoch: int, row: int, first: int) -> RowTrace:

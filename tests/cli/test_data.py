@@ -88,6 +88,28 @@ def test_inspect_shows_rows(prepared, tmp_path, capsys):
         assert part in out
 
 
+def test_inspect_shows_the_rows_of_a_step(prepared, tmp_path, capsys):
+    """Steps of 4 whole rows; with a curriculum, of 2 rows of 32 tokens until 100 tokens are trained on."""
+    assert main(["data", "inspect", prepared, "--rows", "4", "--sample", "4"]) == 0
+    whole = capsys.readouterr().out
+    assert main(["data", "inspect", prepared, "--rows", "99", "--step", "2"]) == 0
+    assert capsys.readouterr().out == whole
+    stages = "train.curriculum=[{tokens: 0, sequence_length: 32, global_batch: 2}, {tokens: 100}]"
+    shown = {}
+    for step in ("1", "2", "3"):
+        assert main(["data", "inspect", prepared, stages, "kernels.kda_chunk=32", "--rows", "9", "--step", step]) == 0
+        shown[step] = capsys.readouterr().out
+    assert "from token 0 on)" in shown["1"] and "from token 32 on)" in shown["1"] and "sample 0 (" in shown["1"]
+    assert "sample 1 (" in shown["2"] and "sample 0 (" not in shown["2"]
+    assert [f"sample {k} (" in shown["3"] for k in range(1, 7)] == [False, True, True, True, True, False]
+    assert "from token 0 on" not in shown["3"] and "microbatches" in shown["3"]
+    for wrong in (["--sample", "3"], ["--holdout"], ["--sequence-length", "8"]):
+        assert main(["data", "inspect", prepared, "--step", "1", *wrong]) == 2
+    assert main(["data", "inspect", str(tmp_path / "store"), "--step", "1"]) == 2
+    assert main(["data", "inspect", prepared, "--step", str(2**61)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_inspect_a_folder_and_its_held_out_padding(prepared, tmp_path, capsys):
     folder = str(tmp_path / "store")
     assert main(["data", "inspect", folder, "--holdout", "--rows", "1", "--sequence-length", "100000"]) == 0

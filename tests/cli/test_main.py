@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,26 @@ def test_test_command_keeps_bytecode(monkeypatch, tmp_path):
     code = "import k3train.config.errors as e, pathlib; assert pathlib.Path(e.__cached__).exists()"
     subprocess.run([sys.executable, "-c", code], env=cli_test.environment(str(tmp_path)), check=True)
     assert any(tmp_path.rglob("*.pyc"))
+
+
+def test_compilers_of_other_devices_are_installed_once(monkeypatch, tmp_path):
+    calls: list[list[str]] = []
+
+    def pip(command, **_):
+        calls.append(command)
+        folder = Path(command[command.index("--target") + 1])
+        folder.mkdir()
+        (folder / "libtpu").mkdir()
+        return subprocess.CompletedProcess(command, len(calls) == 1)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cli_test.subprocess, "run", pip)
+    with pytest.raises(UserError, match=r"targets.txt: the installation failed") as error:
+        cli_test.install_targets()
+    assert error.value.exit_code is ExitCode.SETUP and not list((tmp_path / "k3train/targets").iterdir())
+    folder = cli_test.install_targets()
+    assert (folder / "libtpu").is_dir() and cli_test.install_targets() == folder and len(calls) == 2
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_an_interrupt_that_a_library_drops_is_one(command, capsys, monkeypatch):

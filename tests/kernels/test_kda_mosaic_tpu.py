@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent import compiled, missing
+from absent import compiled, need
 from golden_cases import kda as golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -361,7 +361,6 @@ print(json.dumps({target: kernels(target) for target in ("v5p", "v6e")}))
 
 
 def test_compiles_for_tpus():
-    if lacks := missing("tpu"):
-        pytest.skip(lacks)
+    need("tpu")
     # Forward and backward of the whole row, and both with their summaries of the shared one.
     assert json.loads(compiled("-c", WORKER)) == {"v5p": 6, "v6e": 6}

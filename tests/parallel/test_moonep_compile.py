@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from absent import compiled, missing
+from absent import compiled, need
 
 # Nothing is run: it says whether the programs compile, and with which collectives.
 WORKER = """
@@ -38,7 +38,6 @@ print(json.dumps({"ragged": text.count("ragged-all-to-all("), "starts": text.cou
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("h200", 2), ("h200", 8), ("v5p", 8)])
 def test_ragged_compiles(kind, ranks):
-    if lacks := missing("gpu" if kind == "h200" else "tpu"):
-        pytest.skip(lacks)
+    need("gpu" if kind == "h200" else "tpu")
     found = json.loads(compiled("-c", WORKER, kind, str(ranks), "ragged"))
     assert found["ragged"] + found["starts"] > 0, "the emulation was compiled, not the op"
