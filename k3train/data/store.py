@@ -96,10 +96,9 @@ class Split:
 
     def mask(self, start: int, stop: int, to: np.ndarray) -> None:
         """Sets ``to``, bool [stop - start], where tokens [start, stop) are no target of the loss."""
-        spans = self.masked
-        first = int(np.searchsorted(spans[:, 1], start, side="right"))
-        last = int(np.searchsorted(spans[:, 0], stop, side="left"))
-        for begin, end in spans[first:last].tolist():
+        # Borders rise through all ranges: an odd number of them before a token means that it lies within one.
+        first, last = self.masked.reshape(-1).searchsorted((start, stop), side="right").tolist()
+        for begin, end in self.masked[first // 2 : (last + 1) // 2].tolist():
             to[max(begin - start, 0) : end - start] = True
 
     def origin(self, document: int) -> Origin | None:

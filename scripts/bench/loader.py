@@ -2,10 +2,10 @@
 
     python scripts/bench/loader.py FOLDER --gigabytes 1     # writes to, and deletes, a new folder in FOLDER
 
-Documents have log-normal lengths. Every id is checked against the header and every batch is hashed. Prints, for each
-packing of one store and for a best-fit mixture of three that are as large together (60, 30 and 10 % of the rows), the
-time to make the plans, tokens a second (median of the windows), the most padding of a source, and this process's own
-memory.
+Documents have log-normal lengths, and the first quarter of each is masked, as a prompt is. Every id is checked against
+the header and every batch is hashed. Prints, for each packing of one store and for a best-fit mixture of three that are
+as large together (60, 30 and 10 % of the rows), the time to make the plans, tokens a second (median of the windows),
+the most padding of a source, and this process's own memory.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from k3train.data.batch import batch_hash
 from k3train.data.best_fit import BestFit
 from k3train.data.config import DataConfig
 from k3train.data.course import Course
-from k3train.data.header import SplitHeader
+from k3train.data.header import MASKED, SplitHeader
 from k3train.data.loader import Loader
 from k3train.data.pack import Chunks, RowPlan
 from k3train.data.store import OFFSETS, Split, shard_name
@@ -46,12 +46,14 @@ def make_split(folder: Path, tokens: int, mean: float) -> Split:
         size = min(SHARD_TOKENS, total - i * SHARD_TOKENS)
         rng.integers(0, VOCABULARY, size, np.uint16).tofile(folder / shard_name(i))
     offsets.astype("<i8").tofile(folder / OFFSETS)
+    prompts = np.stack([offsets[:-1], offsets[:-1] + np.diff(offsets) // 4], axis=1)
+    prompts[prompts[:, 1] > prompts[:, 0]].astype("<i8").tofile(folder / MASKED)
     counts = SplitHeader(documents=len(offsets) - 1, tokens=total, source_bytes=0, min_id=0, max_id=VOCABULARY - 1)
     return Split(folder, counts, "<u2", SHARD_TOKENS)
 
 
 def megabytes() -> float:
-    """Resident memory that is this process's own; the mapped tokens belong to the system."""
+    """Resident memory that is this process's own; mapped tables belong to the system."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) / 1024
 
@@ -114,7 +116,7 @@ def main() -> None:
             table.add_row(title, f"{planned:.2f}", f"{rows:,}", f"{padding:.2%}", f"{statistics.median(rates):.1f}",
                           f"{min(rates):.1f}", f"{max(rates):.1f}", *(f"{size:.0f}" for size in memory))  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print(f"peak resident {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB, mapped tokens included")
+    print(f"peak resident {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB, mapped tables included")
 
 
 if __name__ == "__main__":
