@@ -62,7 +62,9 @@ def build(
     pieces = cut(origin.files, piece_bytes)
     digest, dropped = "", {}
     if config.source.duplicates is not None:
-        digest, dropped = read_list(config.source.duplicates, origin.files, config.source.text_field)
+        digest, dropped = read_list(
+            config.source.duplicates, origin.files, config.source.text_field, config.source.prompt_field
+        )
         origin = origin.model_copy(update={"duplicates": digest})
     with disk_errors(folder):
         work = Work(

@@ -81,7 +81,7 @@ def dedup(
         _sketch(work, jobs, min(config.source.workers or cores(), len(jobs)), progress)
         names, table, keys, signatures = _load(work.folder, [job["out"] for job in jobs])
         listed = _find(keys, signatures, threshold)
-        head = identity(origin.files, config.source.text_field)
+        head = identity(origin.files, config.source.text_field, config.source.prompt_field)
         lines = [json.dumps(head | {"threshold": threshold, "listed": len(listed), "documents": len(table)})]
         for document, (kept, share) in sorted(listed.items()):
             kind = "exact" if share is None else "near"

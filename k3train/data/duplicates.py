@@ -15,14 +15,16 @@ from k3train.data.header import SourceFile
 FORMAT = "k3train duplicates 1"
 
 
-def identity(files: list[SourceFile], text_field: str) -> dict[str, Any]:
+def identity(files: list[SourceFile], text_field: str, prompt_field: str | None) -> dict[str, Any]:
     """What a list belongs to: the files' contents and the field."""
     marks = [[file.path, file.bytes, file.sha256, file.version] for file in files]
-    digest = hashlib.sha256(json.dumps([marks, text_field]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([marks, text_field, *filter(None, (prompt_field,))]).encode()).hexdigest()
     return {"format": FORMAT, "sources": digest, "files": len(files), "text_field": text_field}
 
 
-def read_list(path: str, files: list[SourceFile], text_field: str) -> tuple[str, dict[str, list[int]]]:
+def read_list(
+    path: str, files: list[SourceFile], text_field: str, prompt_field: str | None
+) -> tuple[str, dict[str, list[int]]]:
     """sha256 of the list, and the places to leave out by file name.
 
     Raises:
@@ -45,7 +47,9 @@ def read_list(path: str, files: list[SourceFile], text_field: str) -> tuple[str,
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no list that data dedup writes ({error!r}); make it anew") from error
     if {name: head.get(name) for name in ("sources", "text_field")} != {
-        name: value for name, value in identity(files, text_field).items() if name in ("sources", "text_field")
+        name: value
+        for name, value in identity(files, text_field, prompt_field).items()
+        if name in ("sources", "text_field")
     }:
         raise UserError(
             f"{path}: made of other sources than data.source names, or of earlier contents of them; make it anew "

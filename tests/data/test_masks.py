@@ -13,6 +13,7 @@ from rich.console import Console
 from k3train.config.errors import UserError
 from k3train.data.config import DataConfig
 from k3train.data.course import Course
+from k3train.data.dedup import dedup
 from k3train.data.holdout import holdout_batches
 from k3train.data.loader import Loader
 from k3train.data.match import difference
@@ -154,6 +155,20 @@ def test_people_see_them(write, make_config):
     text = out.export_text()
     assert stats.train.masked_tokens == 5 * 7 and "35 (46.7%)" in text
     assert "masked" in text and "⟦" in text
+
+
+def test_duplicates_are_told_by_prompt_and_text(write, tmp_path):
+    lines = [
+        {"ask": ask, "text": "so it is, and " * 9, "mask": None, "id": i} for i, ask in enumerate(("a?", "b?", "a?"))
+    ]
+    config, out = write(lines=lines, holdout=0.0), tmp_path / "list.jsonl"
+    found = dedup(config, out, say=quiet, threshold=1.0)
+    assert (found.documents, found.exact, found.near) == (3, 1, 0)
+    source = config.source.model_copy(update={"duplicates": str(out)})
+    assert prepare(config.model_copy(update={"source": source}), say=quiet).train.documents == 2
+    other = source.model_copy(update={"prompt_field": None})
+    with pytest.raises(UserError, match=r"list.jsonl: made of other sources"):
+        prepare(config.model_copy(update={"source": other, "store": str(tmp_path / "other")}), say=quiet)
 
 
 @pytest.mark.parametrize(
