@@ -30,14 +30,14 @@ class TokenCounts(NamedTuple):
 def mtp_targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Targets two tokens ahead [B, T] int32, and where they are supervised [B, T] bool.
 
-    The token after next counts where it lies in the same document; the last column has none.
+    The token after next counts where it lies in the same document and is no masked one; the last column has none.
     """
 
     def ahead(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
     same = ahead(batch.segment_ids) == batch.segment_ids
-    return ahead(batch.targets), batch.loss_mask & ahead(batch.loss_mask) & same
+    return ahead(batch.targets), ahead(batch.loss_mask) & same
 
 
 def count_tokens(batch: Batch) -> TokenCounts:

@@ -117,6 +117,12 @@ def test_mtp_targets_stay_in_their_document():
     targets, mask = mtp_targets(batch)
     np.testing.assert_array_equal(mask, [[True, False, False, True, True, False]])
     np.testing.assert_array_equal(np.where(mask, targets, 0), [[3, 0, 0, 6, 7, 0]])
+    # With token 5 masked, it is read on the way to 6 and predicted by nothing.
+    masked = batch._replace(loss_mask=batch.loss_mask.at[0, 3].set(False))
+    np.testing.assert_array_equal(mtp_targets(masked)[1], [[True, False, False, True, True, False]])
+    masked = batch._replace(loss_mask=batch.loss_mask.at[0, 4].set(False))  # token 6
+    np.testing.assert_array_equal(mtp_targets(masked)[1], [[True, False, False, False, True, False]])
+    assert count_tokens(masked) == (4, 3 - 1)
 
 
 @pytest.fixture(scope="module")
