@@ -200,12 +200,6 @@ def _own(copies: list, ready) -> None:
     plgpu.barrier_wait(ready)
 
 
-def _run(products, *start: jax.Array) -> Any:
-    """What ``products`` make of accumulators that hold ``start``."""
-    run: Any = pl.run_state(products)
-    return run(tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in start))
-
-
 class _Queries:
     """Own queries, steps over keys."""
 
@@ -253,7 +247,7 @@ class _Queries:
                 plgpu.wgmma(accumulators[0], ds, s.k.at[slot])
                 plgpu.wgmma(accumulators[1], ds, s.shared.at[slot])
 
-            carry = _run(gradients, *carry)
+            carry = parts.run(gradients, *carry)
             plgpu.barrier_arrive(s.scores_free.at[slot])
             return carry
 
@@ -303,7 +297,7 @@ class _Keys:
                 plgpu.wgmma(accumulators[0], k, turned(s.q.at[slot]))
                 plgpu.wgmma(accumulators[0], shared, turned(s.q_shared.at[slot]))
 
-            (scores,) = _run(products, columns(log_sum, TILE))
+            (scores,) = parts.run(products, columns(log_sum, TILE))
             if masked:
                 mine = plgpu.load(s.key_ids.at[group], layout=ROW)
                 theirs = plgpu.load(s.query_ids.at[slot], layout=COLUMN)
@@ -318,7 +312,7 @@ class _Keys:
                 plgpu.wgmma(accumulators[0], p, s.do.at[slot])
                 plgpu.wgmma(accumulators[1], v, turned(s.do.at[slot]))
 
-            dv, dp = _run(values, dv, columns(delta, TILE))
+            dv, dp = parts.run(values, dv, columns(delta, TILE))
             plgpu.barrier_arrive(s.values_free.at[slot])
             ds = (plgpu.load(s.p.at[group], layout=WGMMA).astype(jnp.float32) * dp).astype(jnp.bfloat16)
 
@@ -326,7 +320,7 @@ class _Keys:
                 plgpu.wgmma(accumulators[0], ds, s.q.at[slot])
                 plgpu.wgmma(accumulators[1], ds, s.q_shared.at[slot])
 
-            carry = *_run(gradients, dk, d_shared), dv
+            carry = *parts.run(gradients, dk, d_shared), dv
             plgpu.barrier_arrive(s.scores_free.at[slot])
             return carry
 

@@ -2,11 +2,13 @@
 
 Two warpgroups of 64 queries compute, a third one issues copies, ``STAGES`` blocks of keys and values ahead. As in
 FlashAttention-3 (arXiv 2407.08608) the two take turns: while one has the tensor cores, the other forms its
-probabilities. Scores stay to base 2 with the scale folded in, so that a probability is one multiply-add and one exp2.
-The shared part of the keys is read as it is, once a row, and never expanded to heads.
+probabilities. In a turn a warpgroup starts the scores of the next block and then the sums over values of this one, and
+hands on before either is done. Scores stay to base 2 with the scale folded in, so that a probability is one
+multiply-add and one exp2. The shared part of the keys is read as it is, once a row, and never expanded to heads.
 
 Blocks that need a mask come first (the one on the diagonal and those at a document's ends), all others after them, so
-that one loop has a mask and one has none.
+that one loop has a mask and one has none. The last block has nothing to start and a piece of code of its own, which
+masks whether or not it has to.
 """
 
 from types import SimpleNamespace
@@ -90,11 +92,11 @@ def forward(given: Operands, bounds: Bounds, scale: float, out_dtype: Any = jnp.
             "sums": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             "tops": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             "q_ready": plgpu.Barrier(num_arrivals=3, num_barriers=GROUPS),
-            "k_ready": plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-            "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            "k_ready": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "v_ready": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             "k_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
             "v_free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
-            "turn": plgpu.Barrier(num_arrivals=GROUPS),
+            "turn": plgpu.Barrier(num_arrivals=1, num_barriers=GROUPS),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*given, bounds.first, bounds.alike_from)
@@ -126,7 +128,7 @@ def _block(at, n):
 def _fetch(ref, s, at) -> None:
     @pl.loop(0, at.steps)
     def _(n):
-        slot = lax.rem(n, jnp.int32(STAGES))
+        slot = _slot(n)
         here = pl.ds(_block(at, n) * BLOCK, BLOCK)
 
         @pl.when(n >= STAGES)
@@ -136,13 +138,14 @@ def _fetch(ref, s, at) -> None:
         ready = s.k_ready.at[slot]
         plgpu.copy_gmem_to_smem(ref.k.at[at.row, here, at.head], s.k.at[slot], ready)
         plgpu.copy_gmem_to_smem(ref.shared.at[at.row, here], s.shared.at[slot], ready)
-        plgpu.copy_gmem_to_smem(ref.key_ids.at[at.row, here], s.ids.at[slot], ready)
 
         @pl.when(n >= STAGES)
         def _():
             plgpu.barrier_wait(s.v_free.at[slot])
 
+        # Keys are done with before their mask is formed, values are not: so documents come with these.
         plgpu.copy_gmem_to_smem(ref.v.at[at.row, here, at.head], s.v.at[slot], s.v_ready.at[slot])
+        plgpu.copy_gmem_to_smem(ref.key_ids.at[at.row, here], s.ids.at[slot], s.v_ready.at[slot])
 
 
 def _compute(ref, s, at, group, scale: float) -> None:
@@ -155,66 +158,75 @@ def _compute(ref, s, at, group, scale: float) -> None:
     plgpu.copy_gmem_to_smem(ref.query_ids.at[at.row, here], s.query_ids.at[group], ready)
     plgpu.barrier_wait(ready)
 
-    def change() -> None:
-        """The other warpgroup's turn with the tensor cores; returns when it is ours again."""
-        plgpu.barrier_arrive(s.turn)
-        plgpu.barrier_wait(s.turn)
+    def scores_of(n, accumulator) -> None:
+        plgpu.wgmma(accumulator, q, turned(s.k.at[_slot(n)]))
+        plgpu.wgmma(accumulator, q_shared, turned(s.shared.at[_slot(n)]))
 
-    def step(n, carry, masked: bool):
-        acc, top, total = carry
-        slot = lax.rem(n, jnp.int32(STAGES))
-        scores = _scores(s, q, q_shared, slot, change)
+    def first(accumulator):
+        scores_of(jnp.int32(0), accumulator)
+        plgpu.barrier_arrive(s.turn.at[1 - group])
+        return accumulator[...]
+
+    def probabilities(n, carry, masked: bool):
+        """What the scores of the n-th block make of the sums, and what its values are to be multiplied with."""
+        acc, top, total, scores = carry
         if masked:
-            scores = _mask(s, at, scores, group, base, slot, n)
-        plgpu.barrier_arrive(s.k_free.at[slot])
+            plgpu.barrier_wait(s.v_ready.at[_slot(n)])
+            scores = _mask(s, at, scores, group, base, n)
         new = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
         shrink = jnp.exp2(top - new)
         p = jnp.exp2(scores * scale - rows(new, TILE))
-        acc *= rows(shrink, OUT)
         total = total * shrink + jnp.sum(p, axis=1)
-        acc, new, total, narrow = lax.optimization_barrier((acc, new, total, p.astype(jnp.bfloat16)))
-        plgpu.barrier_arrive(s.turn)
-        plgpu.barrier_wait(s.v_ready.at[slot])
-        plgpu.barrier_wait(s.turn)
+        if not masked:
+            plgpu.barrier_wait(s.v_ready.at[_slot(n)])
+        return lax.optimization_barrier((acc * rows(shrink, OUT), new, total, p.astype(jnp.bfloat16)))
 
-        def values(acc_ref):
-            plgpu.wgmma(acc_ref, narrow, s.v.at[slot])
+    def step(n, carry, masked: bool):
+        acc, top, total, p = probabilities(n, carry, masked)
+        plgpu.barrier_wait(s.k_ready.at[_slot(n + 1)])
+        plgpu.barrier_wait(s.turn.at[group])
 
-            @pl.when(n + 1 < at.steps)
-            def _():
-                plgpu.barrier_wait(s.k_ready.at[lax.rem(n + 1, jnp.int32(STAGES))])
+        def products(accumulators):
+            scores_of(n + 1, accumulators[1])
+            plgpu.wgmma(accumulators[0], p, s.v.at[_slot(n)])
+            plgpu.barrier_arrive(s.turn.at[1 - group])
 
-        run: Any = pl.run_state(values)
-        acc = run(plgpu.WGMMAAccumulatorRef.init(acc))
-        plgpu.barrier_arrive(s.v_free.at[slot])
-        return acc, new, total
+        acc, scores = parts.run(products, acc, parts.zeros(*TILE))
+        plgpu.barrier_arrive(s.k_free.at[_slot(n + 1)])
+        plgpu.barrier_arrive(s.v_free.at[_slot(n)])
+        return acc, top, total, scores
 
+    pl.when(group == 1)(lambda: plgpu.barrier_arrive(s.turn.at[0]))
     plgpu.barrier_wait(s.k_ready.at[0])
-    pl.when(group == 1)(change)
+    plgpu.barrier_wait(s.turn.at[group])
+    scores = pl.run_scoped(first, plgpu.WGMMAAccumulatorRef(TILE, jnp.float32))
+    plgpu.barrier_arrive(s.k_free.at[0])
     row = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)  # noqa: E731
-    carry = parts.zeros(*OUT), row(MASKED), row(0.0)
-    carry = lax.fori_loop(0, at.masked, lambda n, c: step(n, c, True), carry)
-    acc, top, total = lax.fori_loop(at.masked, at.steps, lambda n, c: step(n, c, False), carry)
-    pl.when(group == 0)(change)
+    carry = parts.zeros(*OUT), row(MASKED), row(0.0), scores
+    last = at.steps - 1
+    masked = jnp.minimum(at.masked, last)
+    carry = lax.fori_loop(0, masked, lambda n, c: step(n, c, True), carry)
+    carry = lax.fori_loop(masked, last, lambda n, c: step(n, c, False), carry)
+    acc, top, total, p = probabilities(last, carry, True)
+    plgpu.barrier_wait(s.turn.at[group])
+
+    def products(accumulators):
+        plgpu.wgmma(accumulators[0], p, s.v.at[_slot(last)])
+        plgpu.barrier_arrive(s.turn.at[1 - group])
+
+    (acc,) = parts.run(products, acc)
     _put(ref, s, at, group, here, acc, top, total)
 
 
-def _scores(s, q, q_shared, slot, change) -> jax.Array:
-    """Products of queries and keys, [64, 128], not scaled."""
-
-    def products(acc):
-        plgpu.wgmma(acc, q, turned(s.k.at[slot]))
-        plgpu.wgmma(acc, q_shared, turned(s.shared.at[slot]))
-        change()
-        return acc[...]
-
-    return pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(TILE, jnp.float32))
+def _slot(n):
+    """Where the n-th block lies in shared memory."""
+    return lax.rem(n, jnp.int32(STAGES))
 
 
-def _mask(s, at, scores: jax.Array, group, base, slot, n) -> jax.Array:
+def _mask(s, at, scores: jax.Array, group, base, n) -> jax.Array:
     """-inf where the key comes later or is of another document."""
     mine = plgpu.load(s.query_ids.at[group], layout=ROW)
-    theirs = plgpu.load(s.ids.at[slot], layout=COLUMN)
+    theirs = plgpu.load(s.ids.at[_slot(n)], layout=COLUMN)
     same = rows(mine, TILE) == columns(theirs, TILE)
     seen = iota(TILE, 0) + base >= iota(TILE, 1) + _block(at, n) * BLOCK
     return jnp.where(same & seen, scores, -jnp.inf)

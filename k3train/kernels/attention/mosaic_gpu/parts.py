@@ -12,6 +12,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from k3train.kernels.attention.mosaic_gpu.bounds import BLOCK
 
@@ -93,3 +94,9 @@ def place(heads: int, together: int) -> SimpleNamespace:
     outer, groups = lax.axis_index("heads"), jnp.int32(heads // together)
     head = lax.rem(outer, groups) * together + lax.axis_index("head")
     return SimpleNamespace(row=lax.div(outer, groups), head=head, tile=lax.axis_index("tile"))
+
+
+def run(products, *start: jax.Array) -> Any:
+    """What ``products``, given accumulators that hold ``start``, make of them; returns when all are done."""
+    state: Any = pl.run_state(products)
+    return state(tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in start))
