@@ -50,3 +50,15 @@ def lost_registers(folder: Path) -> dict[str, list[tuple[int, list[str]]]]:
         assert "HGMMA" in code.stdout, f"{ptx.name}: no tensor core instruction"
         found[ptx.stem] = unwritten(code.stdout)
     return found
+
+
+def complaints(folder: Path) -> list[str]:
+    """What ``ptxas`` says of lost performance (products that wait for each other, most of all) of the PTX in
+    ``folder``.
+    """
+    found = []
+    for ptx in sorted(folder.glob("*.ptx")):
+        command = [str(tool("ptxas")), "-v", "-arch=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found += [line for line in done.stderr.splitlines() if "Performance Loss" in line]
+    return found

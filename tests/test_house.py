@@ -184,5 +184,6 @@ def test_exit_codes_are_documented():
 def test_ci_calls_the_readmes_test_command():
     script = (ROOT / ".ci/run").read_text()
     commands = [line for line in script.splitlines() if line and not line.startswith("#")]
-    assert commands == ["set -e", 'cd "$(dirname "$0")/.."', "exec scripts/k3train test"]
+    targets = "export K3TRAIN_TEST_TARGETS=install"
+    assert commands == ["set -e", 'cd "$(dirname "$0")/.."', targets, "exec scripts/k3train test"]
     assert "    scripts/k3train test\n" in (ROOT / "README.md").read_text()

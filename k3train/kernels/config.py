@@ -13,6 +13,11 @@ KDA_KERNEL_WIDTH = 128
 KDA_KERNEL_CHUNK = 64
 """Tokens in their chunks."""
 
+ATTENTION_KERNELS = {"mosaic_gpu": "gpu"}
+"""Kernels of MLA's attention, and the devices each runs on."""
+ATTENTION_KERNEL_WIDTHS = (128, 64, 128)
+"""Channels of keys of a head's own and shared, and of values, that they serve."""
+
 
 class KernelsConfig(Section, drift="free"):
     """One named implementation an op; ``auto`` is resolved once at start and printed."""
@@ -23,8 +28,10 @@ class KernelsConfig(Section, drift="free"):
     form in plain JAX; or token by token."""
     kda_chunk: Positive = 64
     """Tokens in a chunk of the chunked delta rule; the kernels have 64."""
-    attention: Literal["auto", "blockwise", "reference"] = "auto"
-    """MLA's softmax attention."""
+    attention: Literal["auto", "mosaic_gpu", "blockwise", "reference"] = "auto"
+    """MLA's softmax attention: our kernels for Hopper GPUs, for bfloat16, rows not shared out by mesh.context and heads
+    of 128 + 64 key and 128 value channels (what they do not serve is computed by the blockwise form, and the table at
+    the start says so); or plain JAX, which auto takes everywhere."""
     attention_block: Positive = 512
     """Query rows scored at a time by the blockwise form."""
     grouped_matmul: Literal["auto", "blocked", "reference"] = "auto"

@@ -100,7 +100,15 @@ def assemble(exp: Experiment, mesh: Mesh | None = None) -> Assembly:
     mesh = build_mesh(exp.mesh) if mesh is None else mesh
     width = exp.model.kda.head_dim if exp.model.kda else None
     device = mesh.devices.flat[0]
-    place = Place(device.platform, device.device_kind, width, exp.train.compute_dtype, mesh.shape["context"])
+    mla = exp.model.mla
+    place = Place(
+        device.platform,
+        device.device_kind,
+        width,
+        exp.train.compute_dtype,
+        mesh.shape["context"],
+        (mla.qk_nope_head_dim, mla.qk_shared_head_dim, mla.v_head_dim) if mla else None,
+    )
     kernels, table = resolve(exp.kernels, place)
     exp = exp.model_copy(update={"kernels": kernels})
     course = Course(exp.train.stages(exp.data.sequence_length))

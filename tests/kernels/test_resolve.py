@@ -76,3 +76,21 @@ def test_a_kernel_on_other_devices_is_refused(backend):
 def test_a_run_is_refused_before_anything_is_built(tmp_path):
     with pytest.raises(UserError, match="mosaic_tpu runs on tpu devices"):
         assemble(tiny.experiment(tmp_path, kernels={"kda": "mosaic_tpu"}))
+
+
+def test_attention_kernels_are_named_where_they_serve():
+    """Asked for by name; other widths, dtypes and meshes are computed by the blockwise form, and it is said."""
+
+    def row(asked, backend="gpu", **rest):
+        rest = {"device_kind": "NVIDIA H200", "mla_widths": (128, 64, 128)} | rest
+        kernels, rows = resolve(KernelsConfig.model_validate({"attention": asked}), Place(backend, **rest))
+        assert kernels.attention == rows[1][1]
+        return rows[1][1:]
+
+    assert row("auto") == ("blockwise", "auto on gpu")
+    assert row("mosaic_gpu") == row("mosaic_gpu", mla_widths=None) == ("mosaic_gpu", "kernels.attention")
+    named, why = row("mosaic_gpu", mla_widths=(128, 64, 64))
+    assert named == "blockwise" and "model.mla.qk_shared_head_dim 64, model.mla.v_head_dim 64" in why
+    assert row("mosaic_gpu", compute_dtype="float32")[0] == row("mosaic_gpu", context=2)[0] == "blockwise"
+    with pytest.raises(UserError, match="mosaic_gpu runs on gpu devices, and this run has cpu ones"):
+        row("mosaic_gpu", "cpu")

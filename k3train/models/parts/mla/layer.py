@@ -116,11 +116,11 @@ class MLA(nnx.Module):
         kv = latent @ up.astype(latent.dtype)  # [B, S, H (N + V)]
         kv = kv.reshape(*latent.shape[:2], q.shape[2], -1)
         k, v = jnp.split(kv, [cfg.qk_nope_head_dim], axis=-1)
-        shared = jnp.broadcast_to(shared[:, :, None], (*k.shape[:3], cfg.qk_shared_head_dim))
         return attention(
             q,
-            jnp.concatenate([k, shared], axis=-1),
+            k,
             v,
+            shared=shared,
             scale=cfg.qk_head_dim**-0.5,
             segment_ids=segment_ids,
             implementation=self.kernels.attention,
