@@ -11,6 +11,7 @@ that one loop has a mask and one has none. The last block has nothing to start a
 masks whether or not it has to.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -167,19 +168,7 @@ def _compute(ref, s, at, group, scale: float) -> None:
         plgpu.barrier_arrive(s.turn.at[1 - group])
         return accumulator[...]
 
-    def probabilities(n, carry, masked: bool):
-        """What the scores of the n-th block make of the sums, and what its values are to be multiplied with."""
-        acc, top, total, scores = carry
-        if masked:
-            plgpu.barrier_wait(s.v_ready.at[_slot(n)])
-            scores = _mask(s, at, scores, group, base, n)
-        new = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
-        shrink = jnp.exp2(top - new)
-        p = jnp.exp2(scores * scale - rows(new, TILE))
-        total = total * shrink + jnp.sum(p, axis=1)
-        if not masked:
-            plgpu.barrier_wait(s.v_ready.at[_slot(n)])
-        return lax.optimization_barrier((acc * rows(shrink, OUT), new, total, p.astype(jnp.bfloat16)))
+    probabilities = partial(_probabilities, s, at, group, base, scale)
 
     def step(n, carry, masked: bool):
         acc, top, total, p = probabilities(n, carry, masked)
@@ -216,6 +205,21 @@ def _compute(ref, s, at, group, scale: float) -> None:
 
     (acc,) = parts.run(products, acc)
     _put(ref, s, at, group, here, acc, top, total)
+
+
+def _probabilities(s, at, group, base, scale: float, n, carry, masked: bool):
+    """What the scores of the n-th block make of the sums, and what its values are to be multiplied with."""
+    acc, top, total, scores = carry
+    if masked:
+        plgpu.barrier_wait(s.v_ready.at[_slot(n)])
+        scores = _mask(s, at, scores, group, base, n)
+    new = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
+    shrink = jnp.exp2(top - new)
+    p = jnp.exp2(scores * scale - rows(new, TILE))
+    total = total * shrink + jnp.sum(p, axis=1)
+    if not masked:
+        plgpu.barrier_wait(s.v_ready.at[_slot(n)])
+    return lax.optimization_barrier((acc * rows(shrink, OUT), new, total, p.astype(jnp.bfloat16)))
 
 
 def _slot(n):
