@@ -11,6 +11,7 @@ that one loop has a mask and one has none. The last block has nothing to start a
 masks whether or not it has to.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -149,7 +150,8 @@ def _fetch(ref, s, at) -> None:
 
 
 def _compute(ref, s, at, group, scale: float) -> None:
-    here = pl.ds(at.tile * BLOCK + group * ROWS, ROWS)
+    base = at.tile * BLOCK + group * ROWS
+    here = pl.ds(base, ROWS)
     ready = s.q_ready.at[group]
     q, q_shared = s.q.at[group], s.q_shared.at[group]
     plgpu.copy_gmem_to_smem(ref.q.at[at.row, here, at.head, pl.ds(0, OWN)], q, ready)
@@ -166,8 +168,10 @@ def _compute(ref, s, at, group, scale: float) -> None:
         plgpu.barrier_arrive(s.turn.at[1 - group])
         return accumulator[...]
 
+    probabilities = partial(_probabilities, s, at, group, base, scale)
+
     def step(n, carry, masked: bool):
-        acc, top, total, p = _probabilities(s, at, group, scale, n, carry, masked)
+        acc, top, total, p = probabilities(n, carry, masked)
         plgpu.barrier_wait(s.k_ready.at[_slot(n + 1)])
         plgpu.barrier_wait(s.turn.at[group])
 
@@ -192,7 +196,7 @@ def _compute(ref, s, at, group, scale: float) -> None:
     masked = jnp.minimum(at.masked, last)
     carry = lax.fori_loop(0, masked, lambda n, c: step(n, c, True), carry)
     carry = lax.fori_loop(masked, last, lambda n, c: step(n, c, False), carry)
-    acc, top, total, p = _probabilities(s, at, group, scale, last, carry, True)
+    acc, top, total, p = probabilities(last, carry, True)
     plgpu.barrier_wait(s.turn.at[group])
 
     def products(accumulators):
@@ -203,12 +207,12 @@ def _compute(ref, s, at, group, scale: float) -> None:
     _put(ref, s, at, group, here, acc, top, total)
 
 
-def _probabilities(s, at, group, scale: float, n, carry, masked: bool):
+def _probabilities(s, at, group, base, scale: float, n, carry, masked: bool):
     """What the scores of the n-th block make of the sums, and what its values are to be multiplied with."""
     acc, top, total, scores = carry
     if masked:
         plgpu.barrier_wait(s.v_ready.at[_slot(n)])
-        scores = _mask(s, at, scores, group, at.tile * BLOCK + group * ROWS, n)
+        scores = _mask(s, at, scores, group, base, n)
     new = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
     shrink = jnp.exp2(top - new)
     p = jnp.exp2(scores * scale - rows(new, TILE))
