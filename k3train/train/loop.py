@@ -248,9 +248,9 @@ class Run:
                     parts = self.parts.shaped(self.parts.course.leg(step))
                     check = self.watch.aside(self.on_mesh, check_experts, parts, self.state, batch, self.say)
                     self.recorder.pause(check)
-                step = self.phases.step = step + 1
-                tokens = jnp.float32(self.parts.course.tokens(step))
+                tokens = jnp.float32(self.parts.course.tokens(step + 1))
                 self.state, outputs = step_fns[shape](self.state, batch, tokens)
+                step = self.phases.step = step + 1
                 self.recorder.step(self.now(step), outputs, self.loader.epochs)
                 profiler.after(step, outputs)
                 if self.recorder.halted:

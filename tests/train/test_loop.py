@@ -315,22 +315,26 @@ def test_strict_determinism_goes_on_in_the_same_surroundings_only(bench: Bench, 
 
 def test_weights_that_are_not_finite_are_never_saved_and_end_the_run(bench: Bench, whole: Path, monkeypatch):
     """An update that the guard does not hold back (its norms cost memory) destroys the weights, and no checkpoint."""
-    step, exp = bench._step, bench.experiment("lost", checkpoint={"every": 2, "keep": 1})
-    assert step is not None
+    compile_steps, exp = loop.compile_steps, bench.experiment("lost", checkpoint={"every": 2, "keep": 1})
 
-    def destroying(state, batch, tokens):
-        state, out = step(state, batch, tokens)
-        if int(state["step"]) == 4:
-            state = state | {"params": jax.tree.map(lambda w: w * jnp.inf, state["params"])}
-            out["optim"]["param_norm"] = jnp.float32(jnp.inf)
-        return state, out
+    def compile_destroying(parts, first):
+        ((shape, step),) = compile_steps(parts, first).items()
 
-    monkeypatch.setattr(bench, "_step", destroying)
+        def destroying(state, batch, tokens):
+            state, out = step(state, batch, tokens)
+            if int(state["step"]) == 4:
+                state = state | {"params": jax.tree.map(lambda w: w * jnp.inf, state["params"])}
+                out["optim"]["param_norm"] = jnp.float32(jnp.inf)
+            return state, out
+
+        return {shape: destroying}
+
+    monkeypatch.setattr(loop, "compile_steps", compile_destroying)
     assert train(exp)[0] == ExitCode.NON_FINITE
     ended = last_exit(bench.folder / "lost")
     assert "not finite after step 4" in ended["reason"]
     assert sorted(p.name for p in (bench.folder / "lost" / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
-    monkeypatch.setattr(bench, "_step", step)
+    monkeypatch.setattr(loop, "compile_steps", compile_steps)
     assert train(exp)[0] == 0
     same_as(bench.folder / "lost", whole)
 
