@@ -97,6 +97,8 @@ class Supervision:
         if self.peers is not None:
             self.peers.folder_is_open()
         self._folder = folder
+        with _quietly():
+            self._write_process()  # a short run may be over before it is the thread's turn
         self._every("process record", _PROCESS_S, self._write_process)
         self._every("status", _STATUS_S, self._write_status)
 
