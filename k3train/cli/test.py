@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from k3train.config.cache import user_cache
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 
@@ -47,7 +48,7 @@ def install_targets() -> Path:
     """
     listed = ROOT / "tests" / "targets.txt"
     name = hashlib.sha256(listed.read_bytes() + sys.version.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3train" / "targets"
+    cache = user_cache("targets")
     folder, making = cache / name, cache / f".{name}.{os.getpid()}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

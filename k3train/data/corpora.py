@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3train.config.cache import user_cache
 from k3train.config.errors import UserError
 from k3train.data.records import Record
 from k3train.data.text_files import read_text
@@ -98,7 +99,7 @@ def cache_folder() -> Path:
     base = os.environ.get("K3TRAIN_CACHE")
     if base:
         return Path(base).expanduser() / "corpora"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3train" / "corpora"
+    return user_cache("corpora")
 
 
 def locate(corpus: Corpus, say: Callable[[str], None] = print) -> Path:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from k3train.checkpoint.layout import FOLDER as CHECKPOINTS
+from k3train.config.cache import user_cache
 from k3train.config.errors import UserError
 from k3train.config.exit_codes import ExitCode
 from k3train.config.object_store import Stamp, delete, filesystem, in_object_store, objects_below
@@ -126,9 +127,8 @@ def mirror_folder(address: str, root: str | None = None, what: str = "") -> Path
       root: ``run.mirror``.
       what: for whom, where several mirrors of one folder are kept apart.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3train" / "mirror"
     digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
-    return (Path(root).expanduser().absolute() if root else cache) / f"{digest}{what}"
+    return (Path(root).expanduser().absolute() if root else user_cache("mirror")) / f"{digest}{what}"
 
 
 def local_copy(folder: object) -> Path:
