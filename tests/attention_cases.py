@@ -3,23 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kda_cases import GRADIENTS, RESULTS, errors
 
 from k3train.kernels.attention.api import attention
 
 OWN, SHARED, VALUE = 128, 64, 128
 SCALE = (OWN + SHARED) ** -0.5
-RESULTS = 8e-3
-"""Relative norm of an error in outputs."""
-GRADIENTS = 1e-2
-"""The same, each gradient by itself."""
 DOCUMENTS = (100, 60, -30, 7, 150, 13)
 """Lengths of documents, negative for padding; 360 tokens, three blocks, the last ragged."""
-
-
-def ids(lengths: tuple[int, ...], rows: int = 1) -> jax.Array:
-    """Segment ids [rows, T]."""
-    numbers = [np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)]
-    return jnp.asarray(np.tile(np.concatenate(numbers)[None], (rows, 1)), jnp.int32)
 
 
 def inputs(tokens: int, heads: int = 2, rows: int = 1, *, seed: int = 0, spread: float = 1.0) -> dict[str, jax.Array]:
@@ -74,11 +65,8 @@ def wanted(arguments, segment_ids) -> dict[str, np.ndarray]:
 
 
 def assert_near(found, want) -> None:
-    """Within the limits; absolute where all of ``want`` is next to nothing."""
-    far = {}
-    for name, w in want.items():
-        difference = np.linalg.norm(np.asarray(found[name], np.float64) - w)
-        far[name] = float(difference / max(np.linalg.norm(w), 1e-3))
+    """Within the limits."""
+    far = errors(found, want)
     print(shown := "  ".join(f"{name} {error:.1e}" for name, error in far.items()))
     limits = dict.fromkeys(far, GRADIENTS) | {"o": RESULTS, "top": 1e-5}
     assert all(far[name] <= limits[name] for name in far), shown

@@ -152,9 +152,8 @@ def _mixture_goes_on(data: DataConfig, before: dict[str, Any], samples: int) -> 
         return samples == 0 or (now is None and was is None)
     if "reweight" in (was.get("used_up"), data.mixture.used_up):
         limits = {name: source.max_epochs for name, source in data.sources.items()}
-        if limits != {name: source["max_epochs"] for name, source in before["sources"].items()}:
-            return samples == 0
-        if was.get("used_up") != data.mixture.used_up:
+        had = {name: source["max_epochs"] for name, source in before["sources"].items()}
+        if (limits, data.mixture.used_up) != (had, was.get("used_up")):
             return samples == 0
     return now.agrees(mix(MixtureConfig.model_validate(was), before["sources"], data.sequence_length, 0), samples)
 

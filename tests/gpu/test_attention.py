@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent import tool
-from attention_cases import DOCUMENTS, SCALE, assert_near, ids, inputs, kernels, value_and_gradients, wanted
+from attention_cases import DOCUMENTS, SCALE, assert_near, inputs, kernels, value_and_gradients, wanted
+from kda_cases import ids
 from mosaic_gpu_sass import complaints, lost_registers
 
 from k3train.kernels.attention.mosaic_gpu.entry import mosaic_gpu

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent import compiled, need
-from attention_cases import DOCUMENTS, SCALE, assert_near, ids, inputs, kernels, value_and_gradients, wanted
+from attention_cases import DOCUMENTS, SCALE, assert_near, inputs, kernels, value_and_gradients, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxprs import equations
+from kda_cases import ids
 from mosaic_gpu_emulator import emulated
 from mosaic_gpu_sass import complaints, lost_registers
 

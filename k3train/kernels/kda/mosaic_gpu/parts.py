@@ -53,12 +53,8 @@ class Form(NamedTuple):
         """Whether 32 tokens' decay stays inside float32 on both sides of the middle."""
         return self.gate == "bounded" and self.lower_bound >= -5
 
-    def forward_block(self) -> int:
-        """Tokens of the scores' block stage: values there are products of unit keys, so it may be large."""
-        return 32 if self.narrow else 1
-
     def backward_block(self) -> int:
-        """The same for the scores' gradients, of any size, so factors stay below 2^58."""
+        """Tokens of the block stage of the scores' gradients, of any size, so factors stay below 2^58."""
         return 16 if self.narrow else 1
 
 
